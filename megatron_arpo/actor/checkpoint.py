@@ -1,0 +1,70 @@
+"""Model, optimizer and schedule to and from a Megatron dist-checkpoint that any layout can load.
+
+Callers write to a folder aside and rename it (run/state.py); this file only fills or reads one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+
+from megatron_arpo.actor.model import unwrap
+from megatron_arpo.actor.update import Updater
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _sharded_state(updater: Updater, is_loading: bool) -> dict[str, Any]:
+    metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model_state = unwrap(updater.ddp).sharded_state_dict(metadata=metadata)
+    return {
+        "model": model_state,
+        "optimizer": updater.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+    }
+
+
+def save(updater: Updater, folder: Path) -> None:
+    """Collective over all ranks; `folder` must exist and be empty. Raises OSError where the disk is full."""
+    state = _sharded_state(updater, is_loading=False)
+    state["schedule"] = updater.schedule.state_dict()
+    strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy()
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=_METADATA)
+
+
+def load(updater: Updater, folder: Path) -> None:
+    """Collective over all ranks, in any layout. Raises RuntimeError where the optimizer's copy of the weights turns out not to
+    be the model's."""
+    state = _sharded_state(updater, is_loading=True)
+    loaded = _load(state, folder)
+    model = unwrap(updater.ddp)
+    model.load_state_dict(loaded["model"])
+    before = _fingerprints(model)
+    with torch.no_grad():
+        updater.optimizer.load_state_dict(loaded["optimizer"])
+    wrong = [name for name, value in _fingerprints(model).items() if value != before[name]]
+    if wrong:
+        raise RuntimeError(f"{folder}: the optimizer state of {wrong[0]} and {len(wrong) - 1} more parameters belongs to other weights")
+    updater.schedule.load_state_dict(loaded["schedule"])
+
+
+def _fingerprints(model: torch.nn.Module) -> dict[str, float]:
+    return {name: float(parameter.detach().double().sum()) for name, parameter in model.named_parameters()}
+
+
+def load_model_only(model: torch.nn.Module, folder: Path) -> None:
+    """Weights without the optimizer, for conversion and for a run that starts from another run's checkpoint."""
+    inner = unwrap(model)
+    loaded = _load({"model": inner.sharded_state_dict(metadata=_METADATA)}, folder)
+    inner.load_state_dict(loaded["model"])
+
+
+def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    strategy = dist_checkpointing.serialization.get_default_load_sharded_strategy(str(folder))
+    return dist_checkpointing.load(state, str(folder), strategy)

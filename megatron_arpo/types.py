@@ -1,0 +1,305 @@
+"""The records that every stage of a step hands to the next: prompts, completions, tool results, rollout trees, packed rows.
+
+Plain frozen dataclasses on the standard library alone, so that reading a run needs neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+SegmentKind = Literal["prompt", "model", "tool"]
+FinishReason = Literal["stop", "tool_call", "length", "call_limit", "abort"]
+ToolStatus = Literal["ok", "error", "timeout", "unavailable"]
+
+NO_PARENT = -1
+NO_TARGET = -1
+"""Target of a position that predicts nothing: the end of a trajectory, or a token inside the prompt before a fork."""
+NO_WEIGHTS = -1
+"""Weight version of tokens that no model sampled (prompts, tool results)."""
+
+
+def _require_equal_lengths(record: str, **lengths: int) -> None:
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name}={length}" for name, length in lengths.items())
+        raise ValueError(f"{record}: fields that run along the tokens must have equal lengths, got {shown}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One question of a dataset.
+
+    Example: Prompt(prompt_id="train-7", messages=({"role": "user", "content": "What is 2 + 3?"},), answer=("5",),
+    source="gsm8k", metadata={"ability": "math"})
+    """
+
+    prompt_id: str
+    messages: tuple[Mapping[str, str], ...]
+    answer: tuple[str, ...]
+    source: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            raise ValueError(f"prompt {self.prompt_id}: messages must not be empty")
+        if not self.answer:
+            raise ValueError(f"prompt {self.prompt_id}: answer must hold at least one gold answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Tokens that an engine sampled for one request, with what it knew about each of them.
+
+    `logprobs` are natural logs at the sampling temperature. `entropies` are nats over the vocabulary; `entropy_errors` bounds
+    how far each may be off (0 where the engine saw the full distribution). `stop_text` is the stop string that ended the
+    completion, if one did. `cached_tokens` counts prompt tokens that were served from the KV cache.
+
+    Example: Completion(token_ids=(5, 9), logprobs=(-0.1, -2.3), entropies=(0.2, 1.1), entropy_errors=(0.0, 0.0),
+    finish_reason="stop", stop_text="</python>", min_weight_version=3, max_weight_version=3)
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    entropy_errors: tuple[float, ...]
+    finish_reason: Literal["stop", "length", "abort", "probe"]
+    stop_text: str | None = None
+    min_weight_version: int
+    max_weight_version: int
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths(
+            "Completion",
+            token_ids=len(self.token_ids),
+            logprobs=len(self.logprobs),
+            entropies=len(self.entropies),
+            entropy_errors=len(self.entropy_errors),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool the model asked for. Example: ToolCall(name="python", arguments="print(2 + 3)")."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What a tool answered; a failing tool is a result with a status, never an exception.
+
+    Example: ToolResult(text="5", status="ok", latency_s=0.02)
+    """
+
+    text: str
+    status: ToolStatus
+    latency_s: float = 0.0
+    cached: bool = False
+    num_tries: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchDecision:
+    """One fork decision, taken once the probe tokens after a tool result are out (arXiv 2507.19849, eq. 2 and 3).
+
+    Entropies are sums over the first k tokens divided by log V. `drawn` is the uniform number compared with `probability`.
+    `num_forks` siblings were started.
+    """
+
+    initial_entropy: float
+    entropy: float
+    entropy_error: float
+    probability: float
+    drawn: float
+    num_forks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of tokens with one author. Model segments carry a log-prob and an entropy for each token, the others none.
+
+    `max_entropy_error` bounds how far each of the entropies may be off. A tool segment names its call and result; a model
+    segment does only where the call was made and its result did not fit (`finish_reason="length"`).
+
+    Example: a tool segment after model segment 1:
+    Segment(segment_id=2, parent_id=1, kind="tool", token_ids=(7, 8), tool_call=ToolCall(name="python", arguments="1+1"), ...)
+    """
+
+    segment_id: int
+    parent_id: int
+    kind: SegmentKind
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    max_entropy_error: float = 0.0
+    min_weight_version: int = NO_WEIGHTS
+    max_weight_version: int = NO_WEIGHTS
+    finish_reason: FinishReason | None = None
+    tool_call: ToolCall | None = None
+    tool_result: ToolResult | None = None
+    decision: BranchDecision | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"segment {self.segment_id}: a segment holds at least one token")
+        if self.kind == "model":
+            _require_equal_lengths(
+                f"model segment {self.segment_id}",
+                token_ids=len(self.token_ids),
+                logprobs=len(self.logprobs),
+                entropies=len(self.entropies),
+            )
+        elif self.logprobs or self.entropies:
+            raise ValueError(f"segment {self.segment_id}: a {self.kind} segment carries no log-probs and no entropies")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafReward:
+    """The score of one trajectory. `parts` names what it was made of. Example: LeafReward(score=1.1, reason="...", parts={"f1": 1.0})."""
+
+    score: float
+    reason: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTree:
+    """All trajectories sampled for one prompt, shared parts stored once.
+
+    Segment 0 is the prompt; segment ids are indices into `segments` and a parent always stands before its children.
+    `leaf_ids` are the segments where trajectories end, depth first; `rewards`, once scored, runs along them. `root_entropy` is
+    the mean probe entropy of the initial trajectories' first tokens.
+
+    Example: prompt 0 -> model 1 -> tool 2 -> {model 3, model 4}: leaf_ids=(3, 4), path(4) = segments 0, 1, 2, 4.
+    """
+
+    prompt: Prompt
+    segments: tuple[Segment, ...]
+    leaf_ids: tuple[int, ...]
+    leaf_budget: int
+    root_entropy: float = 0.0
+    rewards: tuple[LeafReward, ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, segment in enumerate(self.segments):
+            if segment.segment_id != index:
+                raise ValueError(f"tree {self.prompt.prompt_id}: segment {segment.segment_id} stands at index {index}")
+            if (index == 0) != (segment.parent_id == NO_PARENT) or segment.parent_id >= index:
+                raise ValueError(f"tree {self.prompt.prompt_id}: segment {index} has parent {segment.parent_id}")
+        if self.rewards and len(self.rewards) != len(self.leaf_ids):
+            raise ValueError(
+                f"tree {self.prompt.prompt_id}: {len(self.rewards)} rewards for {len(self.leaf_ids)} leaves"
+            )
+
+    def path(self, leaf_id: int) -> tuple[Segment, ...]:
+        """Segments from the prompt down to `leaf_id`."""
+        found: list[Segment] = []
+        segment_id = leaf_id
+        while segment_id != NO_PARENT:
+            found.append(self.segments[segment_id])
+            segment_id = self.segments[segment_id].parent_id
+        return tuple(reversed(found))
+
+    def children(self) -> dict[int, list[int]]:
+        """Segment id -> ids of its children, in order of creation."""
+        found: dict[int, list[int]] = {segment.segment_id: [] for segment in self.segments}
+        for segment in self.segments[1:]:
+            found[segment.parent_id].append(segment.segment_id)
+        return found
+
+    def leaves_under(self, segment_id: int) -> tuple[int, ...]:
+        """Indices into `leaf_ids` of the trajectories that pass through `segment_id`."""
+        return tuple(
+            index
+            for index, leaf_id in enumerate(self.leaf_ids)
+            if any(segment.segment_id == segment_id for segment in self.path(leaf_id))
+        )
+
+    def response_token_ids(self, leaf_id: int) -> list[int]:
+        """Token ids of one trajectory after the prompt, tool results included."""
+        return [token for segment in self.path(leaf_id)[1:] for token in segment.token_ids]
+
+    def model_segments(self) -> Iterator[Segment]:
+        return (segment for segment in self.segments if segment.kind == "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRow:
+    """One micro-batch of T tokens; several trees stand one after the other, each in depth-first order.
+
+    subtree_end[k] is one past the last token below k: query q sees key k iff k <= q < subtree_end[k]. `positions` are depths.
+    `targets` holds the next token of the path, or NO_TARGET. The rest describes the target and is 0 where it is not trained:
+    `advantage_pos` and `advantage_neg` are sum w_i max(A_i, 0) and sum w_i min(A_i, 0) over the leaves i through it, `weight` is
+    sum w_i, `multiplicity` counts those leaves, `rollout_logprobs` is the engine's log-prob.
+
+    Example: prompt (1, 2) with leaves (3,) and (4,) has token_ids (1, 2, 3, 2, 4), positions (0, 1, 2, 1, 2), subtree_end
+    (5, 3, 3, 5, 5) and targets (NO_TARGET, 3, NO_TARGET, 4, NO_TARGET): the token before a fork is copied into each child.
+    """
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    subtree_end: tuple[int, ...]
+    targets: tuple[int, ...]
+    advantage_pos: tuple[float, ...]
+    advantage_neg: tuple[float, ...]
+    weight: tuple[float, ...]
+    multiplicity: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths("PackedRow", **{name: len(getattr(self, name)) for name in self.__slots__})
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelLayout:
+    """How the actor's processes split the model. Example: ParallelLayout(tp=2, pp=1).dp(world_size=4) == 2."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+    def dp(self, world_size: int) -> int:
+        return world_size // (self.tp * self.pp * self.cp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """What a set of weights must contain. `offsets` are bytes into one flat buffer; `checksums` are CRC-32 of each tensor's bytes."""
+
+    version: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    offsets: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require_equal_lengths(
+            "WeightManifest",
+            names=len(self.names),
+            dtypes=len(self.dtypes),
+            shapes=len(self.shapes),
+            offsets=len(self.offsets),
+            checksums=len(self.checksums),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step` finished steps; enough, with the checkpoint, to go on as if nothing had happened.
+
+    `cursor` is the position in the shuffled prompts: (epoch, offset). Random numbers are drawn from generators keyed by
+    `seed` and the step, so the step is all the random state there is outside the Megatron checkpoint.
+    """
+
+    step: int
+    weight_version: int
+    cursor: tuple[int, int]
+    seed: int
