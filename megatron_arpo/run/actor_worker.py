@@ -26,7 +26,7 @@ from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.families.architecture import read_architecture
 from megatron_arpo.types import PackedRow, ParallelLayout
-from megatron_arpo.weights.buffer import TensorPlace, checksum, mapped, tensor_at
+from megatron_arpo.engine.weight_buffer import TensorPlace, checksum, mapped, tensor_at
 from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights
 from megatron_arpo.weights.safetensors_folder import tensor_reader
 
@@ -36,6 +36,12 @@ class ActorWorker:
         self._rank, self._world_size = rank, world_size
         warnings.filterwarnings("ignore", module="megatron")
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
+
+    def host(self) -> str:
+        """Address of this rank's machine, as the other ranks reach it."""
+        import ray
+
+        return ray.util.get_node_ip_address()
 
     def open_store(self, host: str) -> int:
         """Rank 0 opens the rendezvous on a free port of `host` and returns it."""

@@ -1,0 +1,141 @@
+"""The command line. Arguments are read and files are checked before anything heavy is imported.
+
+Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a failure while running, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_arpo.config.run import RunConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except ValueError as error:
+        print(f"megatron-arpo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-arpo: interrupted; start the same command again to go on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    from megatron_arpo import __version__
+
+    parser = argparse.ArgumentParser(prog="megatron-arpo", description="Agentic reinforcement learning of large models on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, function, purpose in (
+        ("sft", _sft, "fine-tune on demonstrations (cold start)"),
+        ("train", _train, "train with ARPO or GRPO"),
+        ("eval", _eval, "score held-out prompts"),
+        ("check-config", _check_config, "check a configuration and print it with every default"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".")
+        command.add_argument("config", type=Path, metavar="CONFIG.yaml")
+        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
+        command.set_defaults(command=function)
+    convert = commands.add_parser("convert", help="checkpoint to a Hugging Face folder", description="Checkpoint to a Hugging Face folder.")
+    convert.add_argument("source", type=Path, metavar="SRC", help="run folder or checkpoints/step_* folder")
+    convert.add_argument("target", type=Path, metavar="DST", help="new folder")
+    convert.set_defaults(command=_convert)
+    score = commands.add_parser("score", help="score solutions in a jsonl file", description="Score solutions in a jsonl file.")
+    score.add_argument("--reward", required=True, metavar="NAME", help="deep_research, math, qa, or pkg.module:function")
+    score.add_argument("source", type=Path, metavar="IN.jsonl", help='rows {"solution": str, "answer": str | [str]}')
+    score.add_argument("target", type=Path, metavar="OUT.jsonl", help="the same rows with score and reason")
+    score.set_defaults(command=_score)
+    return parser
+
+
+def _load(options: argparse.Namespace) -> RunConfig:
+    from megatron_arpo.config.load import load_config
+
+    return load_config(options.config, options.overrides)
+
+
+def _check_config(options: argparse.Namespace) -> None:
+    from megatron_arpo.config.load import dump_config
+    from megatron_arpo.families.architecture import read_architecture
+
+    config = _load(options)
+    layout = config.actor.layout
+    read_architecture(config.model.path).check_layout(layout.tp, layout.pp)
+    print(dump_config(config), end="")
+
+
+def _sft(options: argparse.Namespace) -> None:
+    from megatron_arpo.data.demonstrations import load_demonstrations
+    from megatron_arpo.families.architecture import read_architecture
+    from megatron_arpo.run.folder import RunFolder
+
+    config = _load(options)
+    if config.sft is None:
+        raise ValueError(f"{options.config}: section sft is missing; add it with sft.demonstrations")
+    architecture = read_architecture(config.model.path)
+    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    demonstrations = load_demonstrations(config.sft.demonstrations)
+    folder = RunFolder(config.run.dir)
+
+    from megatron_arpo.run.sft import fine_tune
+
+    fine_tune(config, folder, demonstrations, architecture)
+
+
+def _train(options: argparse.Namespace) -> None:
+    from megatron_arpo.families.architecture import read_architecture
+    from megatron_arpo.run.folder import RunFolder
+    from megatron_arpo.run.prompts import read_datasets
+
+    config = _load(options)
+    architecture = read_architecture(config.model.path)
+    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    found = read_datasets(config, need_train=True)
+    folder = RunFolder(config.run.dir)
+
+    from megatron_arpo.run.loop import train
+
+    train(config, folder, found, architecture)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from megatron_arpo.families.architecture import read_architecture
+    from megatron_arpo.run.folder import RunFolder
+    from megatron_arpo.run.prompts import read_datasets
+
+    config = _load(options)
+    read_architecture(config.model.path)
+    if config.data.valid is None:
+        raise ValueError("data.valid is missing; give a parquet or jsonl file of prompts")
+    found = read_datasets(config, need_train=False)
+    folder = RunFolder(config.run.dir)
+
+    from megatron_arpo.run.evaluate import evaluate_model
+
+    evaluate_model(config, folder, found)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from megatron_arpo.convert.checkpoint_to_hf import convert_checkpoint
+
+    convert_checkpoint(options.source, options.target)
+    print(f"model in {options.target}")
+
+
+def _score(options: argparse.Namespace) -> None:
+    from megatron_arpo.reward.score_file import score_file
+
+    summary = score_file(options.reward, options.source, options.target)
+    print(f"{summary.num_rows} rows, mean score {summary.mean:.4f}, in {options.target}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

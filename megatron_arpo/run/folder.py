@@ -1,0 +1,131 @@
+"""The run folder: who may write to it, where things lie in it, and checkpoints that are there whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_arpo.config.load import dump_config
+from megatron_arpo.config.run import RunConfig
+from megatron_arpo.families.architecture import Architecture
+from megatron_arpo.observe.metrics import MetricsFile
+from megatron_arpo.types import RunState
+from megatron_arpo.weights.hf_folder import copy_hf_files
+
+_STATE_FILE = "state.json"
+
+
+class RunFolder:
+    """An opened run folder, locked against a second run until `close` or the end of the process.
+
+    Raises ValueError where the folder cannot be made or another process holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock: TextIO = open(path / ".lock", "a")  # noqa: SIM115 held for the life of the run
+        except OSError as error:
+            raise ValueError(f"run.dir={path}: cannot make the run folder ({error.strerror}); choose another") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ValueError(f"run.dir={path}: another run is using this folder; wait for it or choose another run.dir") from error
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def rollouts_file(self, step: int) -> Path:
+        return self.path / "rollouts" / f"step_{step:06d}.jsonl"
+
+    def evaluation_file(self, name: str, step: int) -> Path:
+        return self.path / "evaluations" / f"{name}_step_{step:06d}.jsonl"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    def write_config(self, config: RunConfig) -> None:
+        aside = self.path / ".config.yaml.tmp"
+        aside.write_text(dump_config(config), encoding="utf-8")
+        os.replace(aside, self.path / "config.yaml")
+
+    def checkpoints(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return sorted((self.path / "checkpoints").glob("step_*"))
+
+    def newest_checkpoint(self) -> Path | None:
+        return next(reversed(self.checkpoints()), None)
+
+    def save_checkpoint(
+        self, state: RunState, architecture: Architecture, model_path: Path, write_weights: Callable[[Path], None], keep: int
+    ) -> Path:
+        """`write_weights` fills the folder it is given. Written aside and renamed: a crash or a full disk leaves the older
+        checkpoints as they were. Raises ValueError where the disk has no room."""
+        parent = self.path / "checkpoints"
+        parent.mkdir(exist_ok=True)
+        target, aside = parent / f"step_{state.step:06d}", parent / f".step_{state.step:06d}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            (aside / "weights").mkdir(parents=True)
+            (aside / "hf").mkdir()
+            copy_hf_files(model_path, aside / "hf")
+            write_weights(aside / "weights")
+            values = {"run": dataclasses.asdict(state), "architecture": dataclasses.asdict(architecture)}
+            (aside / _STATE_FILE).write_text(json.dumps(values, indent=1))
+            _sync_to_disk(aside)
+        except BaseException as error:
+            free = shutil.disk_usage(parent).free
+            shutil.rmtree(aside, ignore_errors=True)
+            if isinstance(error, Exception) and "No space left" in str(error):
+                raise ValueError(
+                    f"run.dir={self.path}: the disk is full ({free >> 20} MiB free), checkpoint of step {state.step} was not written; "
+                    f"older checkpoints are whole. Free space and start the same command again"
+                ) from error
+            raise
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return target
+
+
+def read_state(checkpoint: Path) -> tuple[RunState, dict[str, Any]]:
+    """(state, architecture as a dict). Raises ValueError where `checkpoint` is none."""
+    path = checkpoint / _STATE_FILE
+    try:
+        values = json.loads(path.read_text())
+        run = values["run"]
+        return RunState(**{**run, "cursor": tuple(run["cursor"])}), values["architecture"]
+    except OSError as error:
+        raise ValueError(f"{checkpoint}: not a checkpoint ({path.name}: {error.strerror}); give a checkpoints/step_* folder") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); use an older checkpoint") from error
+
+
+def check_architecture(checkpoint: Path, found: dict[str, Any], expected: Architecture) -> None:
+    """Raises ValueError naming the first difference where the checkpoint is of another architecture than the model."""
+    for name, value in dataclasses.asdict(expected).items():
+        if found.get(name) != value:
+            raise ValueError(
+                f"{checkpoint}: checkpoint of another architecture: {name} is {found.get(name)!r} there and {value!r} in model.path; "
+                f"use the model it was trained from, or another run.dir"
+            )
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

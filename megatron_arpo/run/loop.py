@@ -1,0 +1,204 @@
+"""One training run: prompts -> trees -> rewards -> advantages -> packed rows -> actor update -> engine weights -> checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from megatron_arpo.actor.update import Sums, add_up_ranks
+from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching
+from megatron_arpo.config.algorithm import ArpoRollout, GrpoRollout
+from megatron_arpo.config.run import RunConfig
+from megatron_arpo.data.prompts import PromptCursor, PromptSet
+from megatron_arpo.families.architecture import Architecture
+from megatron_arpo.observe.progress import progress, say
+from megatron_arpo.rollout.base import SamplingSettings
+from megatron_arpo.rollout.metrics import rollout_metrics
+from megatron_arpo.rollout.record import read_step, write_step
+from megatron_arpo.run.evaluate import evaluate
+from megatron_arpo.run.export import export_hf
+from megatron_arpo.run.folder import RunFolder, check_architecture, read_state
+from megatron_arpo.run.placement import Cluster
+from megatron_arpo.run.prompts import Datasets, drop_long
+from megatron_arpo.run.step_batch import make_batch
+from megatron_arpo.run.weight_sync import WeightSync
+from megatron_arpo.types import Prompt, RolloutTree, RunState
+
+
+def train(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet], architecture: Architecture) -> None:
+    """Trains to `run.num_steps`, from the newest checkpoint where there is one."""
+    checkpoint = folder.newest_checkpoint()
+    if checkpoint is not None and not config.run.resume:
+        raise ValueError(f"run.dir={folder.path} holds {checkpoint.name} and run.resume is false; choose another run.dir")
+    state = RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
+    if checkpoint is not None:
+        state, trained = read_state(checkpoint)
+        check_architecture(checkpoint, trained, architecture)
+        if state.seed != config.run.seed:
+            raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {state.seed}; use that or another run.dir")
+        say(f"resuming from {checkpoint} (step {state.step} of {config.run.num_steps})")
+    data = drop_long(found, config)
+    folder.write_config(config)
+    folder.metrics.drop_after(state.step)
+    updates_a_step = config.rollout.prompts_per_step // config.actor.mini_batch_prompts
+    with Cluster(config, config.run.num_steps * updates_a_step, with_engine=config.run.replay is None) as cluster:
+        if checkpoint is not None:
+            cluster.on_actors("load", checkpoint / "weights")
+        _Training(config, folder, data, architecture, cluster, state).run()
+
+
+class _Training:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, data: Datasets, architecture: Architecture, cluster: Cluster, state: RunState
+    ) -> None:
+        self._config, self._folder, self._data, self._architecture = config, folder, data, architecture
+        self._cluster, self._state = cluster, state
+        self._sync = WeightSync(cluster, config.weights, config.model)
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        config = self._config
+        if config.run.replay is None:
+            self._push_weights([])
+            self._evaluate(first=self._state.step == 0)
+        with progress("training", config.run.num_steps, self._state.step) as bar:
+            while self._state.step < config.run.num_steps:
+                bar.advance(self._step())
+        self._save()
+        export_hf(self._sync, config.model.path, self._folder.hf)
+        say(f"model in {self._folder.hf}")
+
+    def _step(self) -> str:
+        config, started = self._config, time.perf_counter()
+        step = self._state.step + 1
+        self._seconds = {}
+        cursor = PromptCursor(len(self._data.train), config.run.seed, *self._state.cursor)
+        prompts = [self._data.train[index] for index in cursor.take(config.rollout.prompts_per_step)]
+        with self._timed("rollout"):
+            trees, metrics = self._collect(prompts, step)
+        with self._timed("batch"):
+            batch = make_batch(trees, config)
+        with self._timed("update"):
+            updates = self._update(batch.mini_batches)
+        metrics |= _update_metrics(updates)
+        metrics |= {"groups_equal": float(batch.num_equal_groups), "updates_skipped": float(batch.num_skipped_updates)}
+        self._state = RunState(
+            step=step,
+            weight_version=self._state.weight_version + bool(updates),
+            cursor=cursor.position,
+            seed=config.run.seed,
+        )
+        if config.run.replay is None and updates:
+            with self._timed("sync"):
+                sync = self._push_weights(trees)
+            metrics |= {f"sync/{name}": value for name, value in sync.items()}
+        last = step == config.run.num_steps
+        if config.run.replay is None and (last or config.eval.every_steps and step % config.eval.every_steps == 0):
+            with self._timed("eval"):
+                self._evaluate(first=False)
+        if not last and step % config.run.save_every_steps == 0:
+            with self._timed("checkpoint"):
+                self._save()
+        self._seconds["step"] = time.perf_counter() - started
+        metrics |= {f"seconds/{name}": round(value, 4) for name, value in self._seconds.items()}
+        metrics["tokens_per_second/rollout"] = metrics["flat_tokens"] / self._seconds["rollout"]
+        metrics["tokens_per_second/update"] = metrics.get("actor/tokens", 0.0) / self._seconds["update"]
+        self._folder.metrics.write("train", step, metrics)
+        return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['forks']:.0f}  {self._seconds['step']:.1f} s"
+
+    def _collect(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutTree], dict[str, float]]:
+        config = self._config
+        file = self._folder.rollouts_file(step)
+        file.parent.mkdir(exist_ok=True)
+        tools: dict[str, float] = {}
+        if config.run.replay is not None:
+            trees = read_step(config.run.replay / file.name)
+        else:
+            sampling = SamplingSettings(
+                temperature=config.rollout.sampling.temperature, top_p=config.rollout.sampling.top_p
+            )
+            trees, tools = self._cluster.on_engine(
+                "collect", prompts, branching_of(config), sampling, _step_seed(config.run.seed, step)
+            )
+        write_step(file, trees)
+        return trees, rollout_metrics(trees) | {f"tools/{name}": value for name, value in tools.items()}
+
+    def _update(self, mini_batches: Sequence[object]) -> list[Sums]:
+        """Sums of each optimizer update; none where every group's rewards are equal."""
+        if not mini_batches:
+            say(f"step {self._state.step + 1}: every group's rewards are equal, so there is no gradient and no update")
+            return []
+        rows = self._cluster.share(mini_batches)
+        config = self._config
+        per_rank = self._cluster.on_actors("policy_step", rows, config.algorithm.loss, config.rollout.sampling.temperature)
+        return [add_up_ranks(of_update) for of_update in zip(*per_rank, strict=True)]
+
+    def _push_weights(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
+        sequences = [
+            [*tree.segments[0].token_ids, *tree.response_token_ids(tree.leaf_ids[0])] for tree in trees
+        ] or self._prompt_sequences()
+        values = self._sync.push(self._state.weight_version, sequences)
+        self._folder.metrics.write("sync", self._state.step, values)
+        return values
+
+    def _prompt_sequences(self) -> list[list[int]]:
+        """Before the first rollout there are no trajectories to compare on: prompts serve."""
+        prompts = self._data.train[: self._config.weights.verify_sequences]
+        return self._cluster.on_engine("encode_prompts", prompts)
+
+    def _evaluate(self, first: bool) -> None:
+        config, prompts = self._config, self._data.valid
+        if not prompts:
+            return
+        evaluation = partial(evaluate, self._cluster, config, self._folder, prompts, self._state.step)
+        values = evaluation()
+        say(f"held-out reward after step {self._state.step}: {values['reward']:.3f}, pass@1 {values['pass@1']:.3f}")
+        if config.eval.without_tools and (first or self._state.step == config.run.num_steps):
+            evaluation(with_tools=False)
+
+    def _save(self) -> None:
+        self._folder.save_checkpoint(
+            self._state,
+            self._architecture,
+            self._config.model.path,
+            write_weights=lambda path: self._cluster.on_actors("save", path),
+            keep=self._config.run.keep_checkpoints,
+        )
+
+    @contextmanager
+    def _timed(self, phase: str):
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = time.perf_counter() - started
+
+
+def branching_of(config: RunConfig) -> ArpoBranching | NoBranching:
+    match config.algorithm.rollout:
+        case ArpoRollout() as arpo:
+            return ArpoBranching(**arpo.model_dump(exclude={"kind"}))
+        case GrpoRollout() as grpo:
+            return NoBranching(num_rollouts=grpo.num_rollouts)
+
+
+def _step_seed(seed: int, step: int) -> int:
+    return seed * 1_000_003 + step
+
+
+def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
+    """Means over the targets of all updates, with multiplicity; names as in docs/metrics.md."""
+    if not updates:
+        return {}
+    total = add_up_ranks(updates)
+    means = ("clipped", "ratio_kl", "entropy", "mismatch", "importance_capped")
+    return {
+        "actor/loss": total["loss"] / len(updates),
+        "actor/updates": float(len(updates)),
+        "actor/tokens": total["tokens"],
+        "actor/row_tokens": total["row_tokens"],
+        "actor/grad_norm": total["grad_norm_max"],
+        "actor/lr": updates[-1]["lr_max"],
+        "actor/mismatch_max": total["mismatch_max"],
+        **{f"actor/{name}": total[name] / total["tokens"] for name in means},
+    }

@@ -1,0 +1,126 @@
+"""Ray: where actor ranks and rollout engines run, and how all of it goes away again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_arpo.config.run import RunConfig
+from megatron_arpo.run.actor_worker import ActorWorker
+from megatron_arpo.run.rollout_worker import RolloutWorker
+
+_CLOSE_TIMEOUT_S = 6.0
+_WORKER_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+class Cluster:
+    """The Ray processes of one run: `with Cluster(config, ...) as cluster`. Joins the cluster of RAY_ADDRESS where that is set,
+    else starts one on this machine."""
+
+    def __init__(self, config: RunConfig, num_updates: int, with_engine: bool, with_actor: bool = True) -> None:
+        self._config = config
+        self._with_actor = with_actor
+        self._num_updates = num_updates
+        self._with_engine = with_engine
+        self._private = Path(tempfile.mkdtemp(prefix="megatron-arpo-"))
+        self.actors: list[Any] = []
+        self.engine: Any = None
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start_ray()
+            self._start_workers()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        import ray
+
+        try:
+            if self.engine is not None:
+                # the engine first: only its own shutdown removes its shared memory
+                ray.wait([self.engine.close.remote()], timeout=_CLOSE_TIMEOUT_S)
+        finally:
+            ray.shutdown()
+            shutil.rmtree(self._private, ignore_errors=True)
+
+    def on_actors(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a collective on all actor ranks; their results in rank order. The first error of any rank is raised."""
+        import ray
+
+        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+
+    def on_engine(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self.engine, method).remote(*arguments))
+
+    def share(self, value: Any) -> Any:
+        """Puts a large argument into Ray's object store once for all ranks."""
+        import ray
+
+        return ray.put(value)
+
+    def _start_ray(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        threads = str(self._config.actor.num_threads)
+        environment = {**_WORKER_ENVIRONMENT, "OMP_NUM_THREADS": threads}
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(runtime_env={"env_vars": environment}, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        if "RAY_AUTH_MODE" not in os.environ:  # Ray would otherwise write a token of its own, readable by all, into the home folder
+            token = self._private / "auth_token"
+            with os.fdopen(os.open(token, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        ray.init(
+            num_cpus=self._config.actor.layout.world_size + 1,  # slots, not cores: ranks share the cores of a small machine
+            include_dashboard=False,
+            object_store_memory=512 * 2**20,
+            runtime_env={"env_vars": environment},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+
+    def _start_workers(self) -> None:
+        import ray
+
+        config = self._config
+        num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        if self._with_engine:
+            make_engine = ray.remote(num_cpus=1, num_gpus=num_gpus * config.engine.tp)(RolloutWorker)
+            self.engine = make_engine.remote()
+            engine_up = self.engine.start.remote(config)
+        if self._with_actor:
+            world_size = config.actor.layout.world_size
+            make_actor = ray.remote(num_cpus=1, num_gpus=num_gpus)(ActorWorker)
+            self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]
+            host = ray.get(self.actors[0].host.remote())
+            port = ray.get(self.actors[0].open_store.remote(host))
+            self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed)
+        if self._with_engine:
+            ray.get(engine_up)
+
+
+def first_result(results: Sequence[Any]) -> Any:
+    """The one non-empty result of a collective that only reporting ranks answer."""
+    return next(result for result in results if result)
