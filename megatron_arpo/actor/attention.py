@@ -70,7 +70,9 @@ class TreeRowParams(PackedSeqParams):
 class TreeCoreAttention(MegatronModule):
     """The core attention of Megatron's layer spec, over one packed row."""
 
-    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **_unused: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **_unused: Any
+    ) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale
 

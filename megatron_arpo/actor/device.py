@@ -40,7 +40,9 @@ def prepare() -> None:
     megatron-core than the one the patches were written for."""
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON_VERSION:
-        raise RuntimeError(f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; pip install megatron-core=={MEGATRON_VERSION}")
+        raise RuntimeError(
+            f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; pip install megatron-core=={MEGATRON_VERSION}"
+        )
     _use_checkpointable_adam()
     if not on_cuda() and not _active_mode:
         _answer_cuda_calls()

@@ -15,9 +15,7 @@ _TIMEOUT = datetime.timedelta(minutes=10)
 
 def initialize(layout: ParallelLayout, store: torch.distributed.Store, rank: int, world_size: int, seed: int) -> None:
     """Joins the process group of `world_size` ranks through `store` and builds Megatron's groups."""
-    torch.distributed.init_process_group(
-        collective_backend(), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
-    )
+    torch.distributed.init_process_group(collective_backend(), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

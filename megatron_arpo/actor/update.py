@@ -13,14 +13,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_arpo.actor.forward import RowTensors, row_tensors, run_rows
+from megatron_arpo.actor.sums import Sums, add_up
 from megatron_arpo.algorithm.loss import ClipSettings, importance_weights, tree_policy_loss
 from megatron_arpo.config.actor import OptimizerSettings
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.types import PackedRow
-
-Sums = dict[str, float]
-"""Sums over targets that data-parallel ranks add up; names ending in `_max` are maxima instead."""
-
 
 class Updater:
     """Owns the wrapped model, its optimizer and its learning-rate schedule on one rank."""
@@ -43,10 +40,12 @@ class Updater:
             ),
             model,
         )
+        min_lr = optimizer.lr * (1.0 if optimizer.schedule == "constant" else optimizer.final_lr_fraction)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=optimizer.lr,
+                min_lr=min_lr,
                 weight_decay=optimizer.weight_decay,
                 adam_beta1=optimizer.beta1,
                 adam_beta2=optimizer.beta2,
@@ -62,7 +61,7 @@ class Updater:
             self.optimizer,
             init_lr=0.0,
             max_lr=optimizer.lr,
-            min_lr=optimizer.lr * (1.0 if optimizer.schedule == "constant" else optimizer.final_lr_fraction),
+            min_lr=min_lr,
             lr_warmup_steps=optimizer.warmup_updates,
             lr_decay_steps=max(num_updates, optimizer.warmup_updates + 1),
             lr_decay_style=optimizer.schedule,
@@ -93,12 +92,13 @@ class Updater:
                 old_of_row = {id(row): logprobs for row, (logprobs, _) in zip(rows, old[index], strict=True)}
 
             def policy_loss(
-                row: RowTensors, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, old_of_row: Mapping[int, torch.Tensor] | None = old_of_row
+                row: RowTensors,
+                logprobs_N: torch.Tensor,
+                entropy_N: torch.Tensor,
+                old_of_row: Mapping[int, torch.Tensor] | None = old_of_row,
             ) -> tuple[torch.Tensor, dict[str, Any]]:
                 old_N = old_of_row[id(row)] if old_of_row else logprobs_N.detach()
-                importance_N = (
-                    importance_weights(old_N, row.rollout_logprobs_N, loss.importance_cap) if loss.importance_cap else None
-                )
+                importance_N = importance_weights(old_N, row.rollout_logprobs_N, loss.importance_cap) if loss.importance_cap else None
                 total = tree_policy_loss(logprobs_N, old_N, row.advantage_pos_N, row.advantage_neg_N, clip, importance_N)
                 return total, _policy_sums(row, total, logprobs_N.detach(), old_N, entropy_N, clip, loss.importance_cap)
 
@@ -123,9 +123,7 @@ class Updater:
         def keep(row: RowTensors, logprobs_N: torch.Tensor, entropy_N: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             return logprobs_N.sum() * 0.0, {"kept": (logprobs_N.detach(), entropy_N)}
 
-        reports = run_rows(
-            self.ddp, rows, keep, vocab_size=self._vocab_size, temperature=temperature, forward_only=True
-        )
+        reports = run_rows(self.ddp, rows, keep, vocab_size=self._vocab_size, temperature=temperature, forward_only=True)
         return [report["kept"] for report in reports]
 
     def _update(self, rows: Sequence[RowTensors], target_loss: Any, temperature: float) -> Sums:
@@ -133,15 +131,13 @@ class Updater:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.schedule.step(increment=1)
-        reports = run_rows(
-            self.ddp, rows, target_loss, vocab_size=self._vocab_size, temperature=temperature, forward_only=False
-        )
+        reports = run_rows(self.ddp, rows, target_loss, vocab_size=self._vocab_size, temperature=temperature, forward_only=False)
         succeeded, grad_norm, _ = self.optimizer.step()
         if not succeeded:
             raise FloatingPointError(f"optimizer update {self.schedule.num_steps} was refused: a gradient is not finite")
         if not reports:
             return {}
-        sums = _add_up(reports)
+        sums = add_up(reports)
         sums["grad_norm_max"] = float(grad_norm or 0.0)
         sums["lr_max"] = self.optimizer.param_groups[0]["lr"]
         sums["seconds_max"] = time.perf_counter() - started
@@ -180,16 +176,3 @@ def _policy_sums(
         "importance_capped": float((times_N * capped_N).sum()),
         "mismatch_max": float(mismatch_N.max()) if len(mismatch_N) else 0.0,
     }
-
-
-def _add_up(reports: Sequence[Sums]) -> Sums:
-    total: Sums = {}
-    for report in reports:
-        for name, value in report.items():
-            total[name] = max(total.get(name, value), value) if name.endswith("_max") else total.get(name, 0.0) + value
-    return total
-
-
-def add_up_ranks(per_rank: Sequence[Sums]) -> Sums:
-    """Sums of the data-parallel replicas, from the ranks that report; others hand in empty dicts."""
-    return _add_up([sums for sums in per_rank if sums])

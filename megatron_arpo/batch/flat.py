@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from megatron_arpo.types import NO_TARGET, PackedRow
 
 
-def pack_sequences(
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]], token_weight: float, max_row_tokens: int
-) -> list[PackedRow]:
+def pack_sequences(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], token_weight: float, max_row_tokens: int) -> list[PackedRow]:
     """(token_ids, loss_mask) pairs -> rows in which every token with mask 1 is a target of weight `token_weight`.
 
     Raises ValueError where one sequence is longer than a row.

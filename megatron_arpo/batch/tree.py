@@ -55,9 +55,7 @@ class _RowBuilder:
         return PackedRow(**{name: tuple(getattr(self, name)) for name in self.__slots__})
 
 
-def pack_trees(
-    trees: Sequence[WeightedTree], max_row_tokens: int, attribution: Literal["soft", "hard"] = "soft"
-) -> list[PackedRow]:
+def pack_trees(trees: Sequence[WeightedTree], max_row_tokens: int, attribution: Literal["soft", "hard"] = "soft") -> list[PackedRow]:
     """Rows of at most `max_row_tokens`, trees in order. Raises ValueError where one trajectory alone is longer."""
     rows: list[_RowBuilder] = []
     for weighted in trees:

@@ -42,9 +42,7 @@ class ArpoRollout(Settings):
     @model_validator(mode="after")
     def _initial_within_budget(self) -> ArpoRollout:
         if self.num_initial > self.num_rollouts:
-            raise ValueError(
-                f"num_initial={self.num_initial} must not exceed num_rollouts={self.num_rollouts}; lower num_initial"
-            )
+            raise ValueError(f"num_initial={self.num_initial} must not exceed num_rollouts={self.num_rollouts}; lower num_initial")
         return self
 
 

@@ -31,9 +31,7 @@ def convert_checkpoint(source: Path, target: Path) -> None:
         dtype = _dtype_of(source)
         model = build_model(transformer_config(architecture, dtype, tp=1, pp=1), architecture)
         load_model_only(model, source / "weights")
-        write_hf_folder(
-            target, dict(gather_hf_weights(unwrap(model), architecture)), lambda aside: copy_hf_files(source / "hf", aside)
-        )
+        write_hf_folder(target, dict(gather_hf_weights(unwrap(model), architecture)), lambda aside: copy_hf_files(source / "hf", aside))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -19,14 +19,15 @@ from megatron_arpo.actor import checkpoint, layout
 from megatron_arpo.actor.device import prepare
 from megatron_arpo.actor.forward import row_tensors
 from megatron_arpo.actor.model import TORCH_DTYPES, build_model, transformer_config, unwrap
-from megatron_arpo.actor.update import Sums, Updater
+from megatron_arpo.actor.sums import Sums
+from megatron_arpo.actor.update import Updater
 from megatron_arpo.batch.flat import pack_sequences
 from megatron_arpo.config.actor import ActorSettings
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.config.model import ModelSettings
+from megatron_arpo.engine.weight_buffer import TensorPlace, checksum, mapped, tensor_at
 from megatron_arpo.families.architecture import read_architecture
 from megatron_arpo.types import PackedRow, ParallelLayout
-from megatron_arpo.engine.weight_buffer import TensorPlace, checksum, mapped, tensor_at
 from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights
 from megatron_arpo.weights.safetensors_folder import tensor_reader
 
@@ -64,9 +65,7 @@ class ActorWorker:
         self._updater = Updater(built, config, self._architecture.vocab_size, actor.optimizer, num_updates)
         return os.getpid()
 
-    def policy_step(
-        self, mini_batches: Sequence[Sequence[Sequence[PackedRow]]], loss: LossSettings, temperature: float
-    ) -> list[Sums]:
+    def policy_step(self, mini_batches: Sequence[Sequence[Sequence[PackedRow]]], loss: LossSettings, temperature: float) -> list[Sums]:
         """`mini_batches[i][d]` are the rows of mini-batch i for data-parallel rank d. Empty dicts off the reporting ranks."""
         mine = [ranks[parallel_state.get_data_parallel_rank()] for ranks in mini_batches]
         sums = self._updater.policy_step(mine, loss, temperature)

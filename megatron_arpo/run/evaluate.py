@@ -54,9 +54,7 @@ def evaluation_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     format is right. tool_share: share that called a tool. tool_calls: calls a trajectory."""
     scores = [reward.score for tree in trees for reward in tree.rewards]
     well_formed = [score for tree in trees for score in (reward.score for reward in tree.rewards) if score >= 0]
-    calls = [
-        sum(segment.kind == "tool" for segment in tree.path(leaf_id)) for tree in trees for leaf_id in tree.leaf_ids
-    ]
+    calls = [sum(segment.kind == "tool" for segment in tree.path(leaf_id)) for tree in trees for leaf_id in tree.leaf_ids]
     return {
         "num_prompts": float(len(trees)),
         "reward": statistics.fmean(scores),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from megatron_arpo.actor.update import Sums, add_up_ranks
+from megatron_arpo.actor.sums import Sums, add_up
 from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching
 from megatron_arpo.config.algorithm import ArpoRollout, GrpoRollout
 from megatron_arpo.config.run import RunConfig
@@ -95,7 +95,7 @@ class _Training:
                 sync = self._push_weights(trees)
             metrics |= {f"sync/{name}": value for name, value in sync.items()}
         last = step == config.run.num_steps
-        if config.run.replay is None and (last or config.eval.every_steps and step % config.eval.every_steps == 0):
+        if config.run.replay is None and (last or (config.eval.every_steps and step % config.eval.every_steps == 0)):
             with self._timed("eval"):
                 self._evaluate(first=False)
         if not last and step % config.run.save_every_steps == 0:
@@ -106,7 +106,7 @@ class _Training:
         metrics["tokens_per_second/rollout"] = metrics["flat_tokens"] / self._seconds["rollout"]
         metrics["tokens_per_second/update"] = metrics.get("actor/tokens", 0.0) / self._seconds["update"]
         self._folder.metrics.write("train", step, metrics)
-        return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['forks']:.0f}  {self._seconds['step']:.1f} s"
+        return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['num_forks']:.0f}  {self._seconds['step']:.1f} s"
 
     def _collect(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutTree], dict[str, float]]:
         config = self._config
@@ -116,12 +116,8 @@ class _Training:
         if config.run.replay is not None:
             trees = read_step(config.run.replay / file.name)
         else:
-            sampling = SamplingSettings(
-                temperature=config.rollout.sampling.temperature, top_p=config.rollout.sampling.top_p
-            )
-            trees, tools = self._cluster.on_engine(
-                "collect", prompts, branching_of(config), sampling, _step_seed(config.run.seed, step)
-            )
+            sampling = SamplingSettings(temperature=config.rollout.sampling.temperature, top_p=config.rollout.sampling.top_p)
+            trees, tools = self._cluster.on_engine("collect", prompts, branching_of(config), sampling, _step_seed(config.run.seed, step))
         write_step(file, trees)
         return trees, rollout_metrics(trees) | {f"tools/{name}": value for name, value in tools.items()}
 
@@ -133,7 +129,7 @@ class _Training:
         rows = self._cluster.share(mini_batches)
         config = self._config
         per_rank = self._cluster.on_actors("policy_step", rows, config.algorithm.loss, config.rollout.sampling.temperature)
-        return [add_up_ranks(of_update) for of_update in zip(*per_rank, strict=True)]
+        return [add_up(of_update) for of_update in zip(*per_rank, strict=True)]
 
     def _push_weights(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
         sequences = [
@@ -190,7 +186,7 @@ def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
     """Means over the targets of all updates, with multiplicity; names as in docs/metrics.md."""
     if not updates:
         return {}
-    total = add_up_ranks(updates)
+    total = add_up(updates)
     means = ("clipped", "ratio_kl", "entropy", "mismatch", "importance_capped")
     return {
         "actor/loss": total["loss"] / len(updates),

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_arpo.config.run import RunConfig
-from megatron_arpo.run.actor_worker import ActorWorker
-from megatron_arpo.run.rollout_worker import RolloutWorker
 
 _CLOSE_TIMEOUT_S = 6.0
 _WORKER_ENVIRONMENT = {
@@ -107,10 +105,14 @@ class Cluster:
         config = self._config
         num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
         if self._with_engine:
+            from megatron_arpo.run.rollout_worker import RolloutWorker
+
             make_engine = ray.remote(num_cpus=1, num_gpus=num_gpus * config.engine.tp)(RolloutWorker)
             self.engine = make_engine.remote()
             engine_up = self.engine.start.remote(config)
         if self._with_actor:
+            from megatron_arpo.run.actor_worker import ActorWorker
+
             world_size = config.actor.layout.world_size
             make_actor = ray.remote(num_cpus=1, num_gpus=num_gpus)(ActorWorker)
             self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_arpo.config.run import RunConfig
 from megatron_arpo.data.chat import encode_prompt

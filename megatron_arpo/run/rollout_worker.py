@@ -71,9 +71,7 @@ class RolloutWorker:
             run_tool=self._tools.call,
             codec=TokenizerCodec(self._tokenizer, self._tools.names if with_tools else ()),
             branching=branching,
-            limits=RolloutLimits(
-                max_response_tokens=config.rollout.max_response_tokens, max_tool_calls=config.tools.max_calls
-            ),
+            limits=RolloutLimits(max_response_tokens=config.rollout.max_response_tokens, max_tool_calls=config.tools.max_calls),
             sampling=sampling,
             seed=seed,
             reward=self._reward,
@@ -92,5 +90,3 @@ class RolloutWorker:
 
     async def close(self) -> None:
         await asyncio.gather(self._engine.close(), self._tools.close(), return_exceptions=False)
-
-

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from megatron_arpo.actor.update import add_up_ranks
+from megatron_arpo.actor.sums import add_up
 from megatron_arpo.batch.flat import pack_sequences
 from megatron_arpo.batch.schedule import assign_rows
 from megatron_arpo.config.run import RunConfig
@@ -26,9 +26,7 @@ Encoded = tuple[Sequence[int], Sequence[int]]
 """(token ids, loss mask)"""
 
 
-def fine_tune(
-    config: RunConfig, folder: RunFolder, demonstrations: Sequence[Demonstration], architecture: Architecture
-) -> None:
+def fine_tune(config: RunConfig, folder: RunFolder, demonstrations: Sequence[Demonstration], architecture: Architecture) -> None:
     """Runs `sft.num_epochs`, from the newest checkpoint where there is one, and exports to the run folder's hf/."""
     sft = config.sft
     sequences = _encode(demonstrations, config)
@@ -52,7 +50,7 @@ def fine_tune(
             started = time.perf_counter()
             epoch, index = divmod(state.step, updates_an_epoch)
             batch = _batch(sequences, sft, config.run.seed, epoch, index)
-            sums = add_up_ranks(cluster.on_actors("sft_step", _rows(batch, config)))
+            sums = add_up(cluster.on_actors("sft_step", _rows(batch, config)))
             state = dataclasses.replace(state, step=state.step + 1)
             seconds = time.perf_counter() - started
             values = {

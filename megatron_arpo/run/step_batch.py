@@ -41,6 +41,4 @@ def make_batch(trees: Sequence[RolloutTree], config: RunConfig) -> StepBatch:
             continue
         rows = pack_trees(with_gradient, config.actor.max_row_tokens, config.algorithm.attribution)
         mini_batches.append(tuple(tuple(rank) for rank in assign_rows(rows, config.actor.layout.dp)))
-    return StepBatch(
-        mini_batches=tuple(mini_batches), num_equal_groups=num_equal, num_skipped_updates=num_updates - len(mini_batches)
-    )
+    return StepBatch(mini_batches=tuple(mini_batches), num_equal_groups=num_equal, num_skipped_updates=num_updates - len(mini_batches))

@@ -13,9 +13,7 @@ _HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokeniz
              "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
 
 
-def write_hf_folder(
-    target: Path, tensors: Mapping[str, torch.Tensor], copy_files: Callable[[Path], None]
-) -> None:
+def write_hf_folder(target: Path, tensors: Mapping[str, torch.Tensor], copy_files: Callable[[Path], None]) -> None:
     """Tensors as model.safetensors beside what `copy_files` puts there; written aside and renamed, replacing `target`.
     Raises OSError where there is no room."""
     from safetensors.torch import save_file
