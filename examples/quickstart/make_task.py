@@ -1,10 +1,10 @@
-"""Writes the quickstart's task: a tiny random model, prompts to train on and to hold out, and demonstrations to start from.
+"""Writes the quickstart's task: a tiny random model, prompts to train on and to hold out, and demonstrations.
 
     python examples/quickstart/make_task.py --out DIR --seed 0
 
-DIR gets model/ (Hugging Face folder), train.parquet and valid.parquet (the published dataset format), demonstrations.jsonl
-(ShareGPT) and task.json (the settings). The same settings give the same bytes. The problems come from `word_problems.py`,
-the model from `tiny_model.py`.
+DIR gets model/ (Hugging Face folder), train.parquet and valid.parquet (the published dataset format),
+demonstrations.jsonl (ShareGPT) and task.json (the settings). The same settings give the same bytes. The problems come
+from `word_problems.py`, the model from `tiny_model.py`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _check_same_task(out: Path, settings: TaskSettings) -> None:
         raise ValueError(f"--out={out} exists and is no quickstart task (no task.json); give a new folder") from error
     if found != settings.as_json():
         raise ValueError(
-            f"--out={out} holds a task with other settings, {' '.join(found.split())}; give another folder, or delete this one"
+            f"--out={out} holds a task with other settings, {' '.join(found.split())}; "
+            "give another folder, or delete this one"
         )
 
 
@@ -127,7 +128,7 @@ def write_demonstrations(path: Path, demonstrations: Sequence[Demonstration]) ->
 
 
 def tokenizer_texts() -> list[str]:
-    """Problems and demonstrations of their own stream: every seed and size has the same tokenizer, so token ids compare."""
+    """Problems and demonstrations of a stream of their own, so that every seed and size has the same tokenizer."""
     rng = random_stream(0, "tokenizer")
     texts = ["user\n", "assistant\n"] * NUM_TOKENIZER_TEXTS  # what the chat template puts around them
     for _ in range(NUM_TOKENIZER_TEXTS):

@@ -1,6 +1,6 @@
-"""The quickstart's model folder: a randomly initialised Qwen3 of 1.2 M parameters and a byte-level tokenizer of 400 tokens.
+"""The quickstart's model folder: a randomly initialised Qwen3 of about 1 M parameters and a tokenizer of 400 tokens.
 
-Small enough for two CPU cores, but a usual Hugging Face folder: engine, conversion and actor read it like a published one.
+Small enough for two CPU cores, but a usual Hugging Face folder: engine, conversion and actor read it like any other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits, trained on `texts`, which are cut at the tags. Any text survives encode and decode.
+    """Byte-level BPE with single digits, trained on `texts` cut at the tags. Any text survives encode and decode.
 
     Raises ValueError where `texts` have too few different words to fill VOCAB_SIZE.
     """

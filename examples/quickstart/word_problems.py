@@ -1,4 +1,4 @@
-"""The quickstart's text: arithmetic in words, and demonstrations that solve it with Python, a stated share of them flawed.
+"""The quickstart's text: arithmetic in words, and demonstrations that solve it with Python, a stated share flawed.
 
 Standard library only; `make_task.py` writes files of it. The flaws leave a fine-tuned model right on about half of the
 problems, which is what reinforcement learning needs to have something to choose from.
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Flaw = Literal["operation", "digit", "no_tool", "copy", "format"]
-"""What is wrong with a demonstration: another operation or one left out, a digit of the question mis-copied, an answer guessed
-without the tool, the result mis-copied, or an answer without \\boxed{}, which alone breaks the format."""
+"""What is wrong with a demonstration: another operation or one left out, a digit of the question mis-copied, an answer
+guessed without the tool, the result mis-copied, or an answer without \\boxed{}, which alone breaks the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ NAMES = ("Tom", "Mia", "Sam", "Ana", "Leo", "Eva", "Ben", "Zoe")
 THINGS = ("apples", "pens", "coins", "books", "cards", "stamps", "shells", "beads")
 
 FLAW_SHARE: dict[int, float] = {1: 0.30, 2: 0.75}
-"""Share of flawed demonstrations by number of steps. With these, fine-tuning on 12,800 demonstrations twice leaves a sampled
-held-out reward of about 0.45; at 0.65 for two steps greedy decoding starts too high to leave room."""
+"""Share of flawed demonstrations by number of steps. With these, fine-tuning on 12,800 demonstrations twice leaves a
+sampled held-out reward of about 0.45; at 0.65 for two steps greedy decoding starts too high to leave room."""
 
 FLAW_WEIGHTS: dict[int, dict[Flaw, int]] = {
     1: {"operation": 45, "digit": 15, "no_tool": 20, "copy": 10, "format": 10},
@@ -159,7 +159,7 @@ def fill(template: Template, num_steps: int, **values: int | str) -> Problem:
 
 
 def draw_distinct_problems(rng: random.Random, num_problems: int, taken: set[str]) -> list[Problem]:
-    """Problems whose questions are not in `taken`, where they are added. Each template has more than 400,000 questions."""
+    """Problems whose questions are not in `taken`, where they are added. Each template has over 400,000 questions."""
     problems: list[Problem] = []
     while len(problems) < num_problems:
         problem = draw_problem(rng)

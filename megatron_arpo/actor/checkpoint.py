@@ -51,6 +51,7 @@ def load(updater: Updater, folder: Path) -> None:
     wrong = [name for name, value in _fingerprints(model).items() if value != before[name]]
     if wrong:
         raise RuntimeError(f"{folder}: the optimizer state of {wrong[0]} and {len(wrong) - 1} more parameters belongs to other weights")
+    updater.schedule.num_steps = 0  # its load_state_dict counts on from there
     updater.schedule.load_state_dict(loaded["schedule"])
 
 

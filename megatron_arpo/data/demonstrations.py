@@ -17,7 +17,7 @@ _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "ass
 class Demonstration:
     """What was said, and the answer to learn; of several turns the last answer only.
 
-    Example: Demonstration(messages=({"role": "user", "content": "1+1?"},), response="<think>..</think><answer>2</answer>")
+    Example: Demonstration(messages=({"role": "user", "content": "1 + 1?"},), response="<think>...</think>2")
     """
 
     messages: tuple[Mapping[str, str], ...]
@@ -68,7 +68,7 @@ def _parse_row(row: Mapping[str, Any], place: str) -> Demonstration:
     context = [{"role": "system", "content": system}] if system else []
     response = messages.pop()["content"]
     if not response.strip():
-        raise ValueError(f"{place}: field 'conversations[{len(messages)}].value' is empty; write the response to imitate")
+        raise ValueError(f"{place}: field 'conversations[{len(messages)}].value' is empty; write a response to imitate")
     return Demonstration(messages=(*context, *messages), response=response)
 
 

@@ -39,8 +39,8 @@ def load_prompts(path: str | Path, *, max_rows: int | None = None) -> PromptSet:
 
     - .parquet: the published columns `prompt` (a list of {role, content}), `reward_model.ground_truth` (text, a number
       or a list of them), and, optional, `data_source` and `extra_info`, which becomes the metadata.
-    - .jsonl: the same fields nested, or {"question" or "problem", "answer"}, which gets the published system prompt, and
-      whose other fields become metadata. Of an answer that ends in GSM8K's "#### 18", the 18 is gold.
+    - .jsonl: the same fields nested, or {"question" or "problem", "answer"}, with the published system prompt put before it;
+      other fields become metadata. Of an answer that ends in GSM8K's "#### 18", the 18 is gold.
 
     "\boxed" and "\frac{" that an escape broke are repaired in every field and counted. A gold answer of blanks is kept:
     the published training set has one. Raises ValueError naming file, row or line, field and fix.
@@ -144,7 +144,7 @@ def _parse_answer(answer: Any, field: str, place: str) -> tuple[str, ...]:
     golds = answer if isinstance(answer, list) else [answer]
     found = tuple(_gold_text(gold) for gold in golds)
     if not found or None in found:
-        raise ValueError(f"{place}: field {field!r} is {_shown(answer)}; write text, a number or a list of at least one")
+        raise ValueError(f"{place}: field {field!r} is {_shown(answer)}; write text, a number or a list of such")
     return found
 
 

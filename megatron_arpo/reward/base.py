@@ -32,7 +32,7 @@ def get_reward(name: str) -> Reward:
         nearest = get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise ValueError(
-            f"reward={name!r} is unknown; use {', '.join(BUILT_IN)} or a function's import path 'pkg.module:function'{hint}"
+            f"reward={name!r} is unknown; use {', '.join(BUILT_IN)} or a function's path 'pkg.module:function'{hint}"
         )
     return _checked(name, _import_function(name))
 
@@ -48,7 +48,7 @@ def _import_function(path: str) -> Reward:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ValueError(
-            f"reward={path!r}: {module_name!r} has no function {function_name!r}; name one that takes (solution, answers)"
+            f"reward={path!r}: {module_name!r} has no function {function_name!r}; name one of (solution, answers)"
         )
     return function
 
@@ -73,7 +73,7 @@ def gold_answers(answers: str | Iterable[str]) -> tuple[str, ...]:
         return (answers,)
     if isinstance(answers, Mapping) or not isinstance(answers, Iterable):
         raise ValueError(
-            f"answers={answers!r} is of type {type(answers).__name__}; give gold answers as a string or a list of strings"
+            f"answers={answers!r} is of type {type(answers).__name__}; give gold answers as a string or as strings"
         )
     golds = tuple(answers)
     for index, gold in enumerate(golds):

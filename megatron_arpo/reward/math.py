@@ -34,7 +34,7 @@ def math(solution: str, answers: Sequence[str]) -> LeafReward:
     r"""1 if the boxed answer equals a gold one, 0 if not, -1 for a bad format (the one of `deep_research`).
 
     An answer that takes longer than 5 s to compare, or breaks the worker twice, scores 0 and the reason says so. Can be
-    called from any thread. Raises ValueError where a gold answer is not text, RuntimeError where the worker can't start.
+    called from any thread. Raises ValueError where a gold is not text, RuntimeError where the worker can't start.
 
     Example: math("<think>a</think><answer>\\boxed{\\frac12}</answer>", ["0.5"]) has score 1.0 and parts
     {"format": 1.0, "correct": 1.0}.

@@ -1,4 +1,4 @@
-"""The process behind the `math` reward: for every {"answer", "golds"} in lines of JSON it writes {"correct"} or {"error"}.
+"""The process behind the `math` reward: for each JSON line {"answer", "golds"} it writes {"correct"} or {"error"}.
 
 `python -m megatron_arpo.reward.math_worker [PARENT_PID [DEADLINE_S]]` first writes {"ready": true} or {"error"}. It
 ends with its input, when PARENT_PID is no longer its parent, and when one answer takes twice DEADLINE_S.

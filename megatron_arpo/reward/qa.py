@@ -45,7 +45,7 @@ def _predicted(solution: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Lower case without ASCII punctuation, English articles and surplus white space, as SQuAD's and the published code.
+    """Lower case without ASCII punctuation, English articles and extra white space, as in SQuAD and the published code.
 
     Example: normalize("The  U.S.A.") == "usa"
     """

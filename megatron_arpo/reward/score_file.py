@@ -21,7 +21,7 @@ class ScoreSummary:
 
 
 def score_file(reward_name: str, source: str | Path, target: str | Path) -> ScoreSummary:
-    """Writes the rows of `source` to `target` with `score` and `reason`; {"solution": str, "answer": str | [str]} a line.
+    """Writes the rows of `source` to `target` with `score` and `reason`; {"solution": str, "answer": str or [str]}.
 
     Fields of these two names are replaced, others are kept; blank lines are no rows. `target` is written aside and then
     renamed: it appears whole or not at all, and may be `source`. Raises ValueError for an unknown reward, files that
@@ -45,7 +45,7 @@ def score_file(reward_name: str, source: str | Path, target: str | Path) -> Scor
             raise ValueError(f'{source}: holds no rows; write one {{"solution": ..., "answer": ...}} a line')
         partial.replace(target)
     except OSError as error:
-        raise ValueError(f"{target}: cannot be written ({error.strerror}); name one in a folder you may write to") from error
+        raise ValueError(f"{target}: cannot be written ({error.strerror}); name a folder you may write to") from error
     finally:
         partial.unlink(missing_ok=True)
     return ScoreSummary(num_rows=len(scores), mean=math.fsum(scores) / len(scores))
@@ -76,5 +76,5 @@ def _parse_row(line: bytes, place: str) -> dict:
         raise ValueError(f"{place}: field 'solution' is {row['solution']!r}; write it as a string")
     golds = [row["answer"]] if isinstance(row["answer"], str) else row["answer"]
     if not isinstance(golds, list) or not golds or not all(isinstance(gold, str) for gold in golds):
-        raise ValueError(f"{place}: field 'answer' is {row['answer']!r}; write a string or a list of one or more strings")
+        raise ValueError(f"{place}: field 'answer' is {row['answer']!r}; write one string or a list of strings")
     return row

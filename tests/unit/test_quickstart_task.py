@@ -1,4 +1,4 @@
-"""The quickstart's task: right where it should be right, flawed where it says so, and a model folder others can read."""
+"""The quickstart's task: right where it should be, flawed where it says so, and a model folder others can read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(EXAMPLE))  # the examples are programs, not a package
 
-import make_task as task
-import tiny_model
-import word_problems
+import make_task as task  # noqa: E402
+import tiny_model  # noqa: E402
+import word_problems  # noqa: E402
 
 SMALL = task.TaskSettings(seed=3, num_demonstrations=60, num_train=40, num_valid=20)
 RESPONSE = re.compile(
-    r"<think> [a-z ]+ </think>(?:<python> print\((?P<code>[-+*() \d]+)\) </python> <result>\n(?P<result>-?\d+)\n</result>)?"
+    r"<think> [a-z ]+ </think><python> print\((?P<code>[-+*() \d]+)\) </python>"
+    r" <result>\n(?P<result>-?\d+)\n</result>"
     r"<think> done </think><answer> (?P<box>\\boxed\{)?(?P<answer>-?\d+)(?(box)\}) </answer>"
 )
 GUESS = re.compile(r"<think> easy </think><answer> \\boxed\{(?P<answer>-?\d+)\} </answer>")
@@ -115,7 +116,7 @@ def test_demonstrations_are_right_but_for_their_flaw(demonstrations: list[word_p
             assert guess and guess["answer"] != problem.answer
             continue
         match = RESPONSE.fullmatch(demonstration.response)
-        assert match and match["code"], demonstration.response
+        assert match, demonstration.response
         assert (match["box"] is None) == (flaw == "format")
         assert str(calculate(match["code"])) == match["result"], "the code gives the result that is shown"
         assert (match["answer"] == match["result"]) == (flaw != "copy")
@@ -259,6 +260,6 @@ def test_model_is_a_small_float32_qwen3(folder: Path) -> None:
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == ("qwen3", 400, "float32")
     assert (config["tie_word_embeddings"], config["max_position_embeddings"]) == (True, 4096)
-    assert model.num_parameters() == 1_232_256, "between 1 and 5 M"
+    assert 1_000_000 < model.num_parameters() < 5_000_000
     assert model.generation_config.eos_token_id == 2
     assert model.get_input_embeddings().weight.std().item() == pytest.approx(0.02, rel=0.05)
