@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_arpo.config.run import RunConfig
+    from megatron_arpo.families.architecture import Architecture
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    # what Megatron says of every optional package on import; Transformer Engine and Apex speed a GPU run up and are not needed on CPU
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
     try:
         options.command(options)
     except ValueError as error:
@@ -64,24 +68,33 @@ def _load(options: argparse.Namespace) -> RunConfig:
 
 def _check_config(options: argparse.Namespace) -> None:
     from megatron_arpo.config.load import dump_config
-    from megatron_arpo.families.architecture import read_architecture
 
     config = _load(options)
-    layout = config.actor.layout
-    read_architecture(config.model.path).check_layout(layout.tp, layout.pp)
+    _check_inputs(config)
     print(dump_config(config), end="")
+
+
+def _check_inputs(config: RunConfig) -> Architecture:
+    """What can be known to be wrong before anything starts."""
+    from megatron_arpo.agent_tools.build import check_tools
+    from megatron_arpo.families.architecture import read_architecture
+    from megatron_arpo.reward.base import get_reward
+
+    architecture = read_architecture(config.model.path)
+    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    get_reward(config.reward)
+    check_tools(config.tools)
+    return architecture
 
 
 def _sft(options: argparse.Namespace) -> None:
     from megatron_arpo.data.demonstrations import load_demonstrations
-    from megatron_arpo.families.architecture import read_architecture
     from megatron_arpo.run.folder import RunFolder
 
     config = _load(options)
     if config.sft is None:
         raise ValueError(f"{options.config}: section sft is missing; add it with sft.demonstrations")
-    architecture = read_architecture(config.model.path)
-    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    architecture = _check_inputs(config)
     demonstrations = load_demonstrations(config.sft.demonstrations)
     folder = RunFolder(config.run.dir)
 
@@ -91,13 +104,11 @@ def _sft(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from megatron_arpo.families.architecture import read_architecture
     from megatron_arpo.run.folder import RunFolder
     from megatron_arpo.run.prompts import read_datasets
 
     config = _load(options)
-    architecture = read_architecture(config.model.path)
-    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    architecture = _check_inputs(config)
     found = read_datasets(config, need_train=True)
     folder = RunFolder(config.run.dir)
 
@@ -107,12 +118,11 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from megatron_arpo.families.architecture import read_architecture
     from megatron_arpo.run.folder import RunFolder
     from megatron_arpo.run.prompts import read_datasets
 
     config = _load(options)
-    read_architecture(config.model.path)
+    _check_inputs(config)
     if config.data.valid is None:
         raise ValueError("data.valid is missing; give a parquet or jsonl file of prompts")
     found = read_datasets(config, need_train=False)

@@ -1,4 +1,4 @@
-"""Who may fork and when (ARPO, arXiv 2507.19849): settings, the fork decision, the budget of forks, and keyed random numbers.
+"""Who may fork and when (ARPO, arXiv 2507.19849): settings, the decision, the budget of forks, keyed random numbers.
 
 Pure: `rollout/grow.py` asks here and starts the branches.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 from megatron_arpo.algorithm.entropy import PROBE_TOKENS
 
 BranchKey = tuple[int, ...]
-"""Names a branch by its descent, whatever the timing: (i,) is initial trajectory i, `fork_key` and `fresh_key` name the rest."""
+"""Names a branch by its descent, whatever the timing: (i,) is initial trajectory i; see `fork_key` and `fresh_key`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class NoBranching:
 def fork_probability(settings: ArpoBranching, initial_entropy: float, entropy: float) -> float:
     """P = alpha + beta (H_t - H_initial), unclipped (arXiv 2507.19849, section 3.1, P_t = alpha + beta Delta H_t).
 
-    Both entropies are probe entropies (sums over the first k tokens / log V), so Normalize() of the paper is in them already.
+    Both entropies are probe entropies (sums over the first k tokens / log V), so Normalize() of the paper is in them
+    already.
 
     Example: alpha 0.5, beta 0.2, H_initial 1.0, H_t 2.5 give P = 0.8.
     """
@@ -95,14 +96,15 @@ class ForkBudget:
     """The M - N forks of one tree, and who may still spend them.
 
     - `shared`: one pool, first come first served, as published; who gets a fork depends on timing.
-    - `keyed`: initial trajectory i owns (M - N) // N forks, one more if i < (M - N) % N. A fork splits what is left evenly
-      between parent and children, the remainder stays with the parent. Nobody ever takes from another branch, so the
-      tree does not depend on timing.
+    - `keyed`: initial trajectory i owns (M - N) // N forks, one more if i < (M - N) % N. A fork splits what is left
+      evenly between parent and children, the remainder stays with the parent. Nobody ever takes from another branch, so
+      the tree does not depend on timing.
 
-    Forks that a branch can no longer make come back from `end` as fresh trajectories from the prompt, so that every tree has
-    exactly M leaves: in `keyed` as soon as their owner ends, in `shared` once the last branch has ended.
+    Forks that a branch can no longer make come back from `end` as fresh trajectories from the prompt, so that every
+    tree has exactly M leaves: in `keyed` as soon as their owner ends, in `shared` once the last branch has ended.
 
-    Example: M=7, N=2, keyed: shares (3, 2). Branch (0,) forks (0, 1, 0): one fork is spent, 1 and 1 are left to the two.
+    Example: M=7, N=2, keyed: shares (3, 2). Branch (0,) forks (0, 1, 0): one fork is spent, 1 and 1 are left to the
+    two.
     """
 
     def __init__(self, *, num_rollouts: int, num_initial: int, mode: Literal["shared", "keyed"]) -> None:
@@ -130,7 +132,7 @@ class ForkBudget:
         return self._pool + self._shares[branch]
 
     def fork(self, branch: BranchKey, turn: int, num_wanted: int) -> tuple[BranchKey, ...]:
-        """Spends up to `num_wanted` forks of `branch`; returns the keys of the siblings to start, at most what is left."""
+        """Spends up to `num_wanted` forks of `branch`; returns the keys of the siblings to start."""
         granted = min(num_wanted, self.left(branch))
         children = tuple(fork_key(branch, turn, sibling) for sibling in range(granted))
         share = 0
@@ -143,7 +145,7 @@ class ForkBudget:
         return children
 
     def end(self, branch: BranchKey) -> tuple[BranchKey, ...]:
-        """Takes note that `branch` has ended; returns the keys of the fresh trajectories to start for its unused forks."""
+        """Notes that `branch` has ended; returns the keys of the fresh trajectories to start for its unused forks."""
         unused = self._shares.pop(branch)
         if not self._shares:
             unused, self._pool = unused + self._pool, 0
@@ -158,7 +160,7 @@ def fork_key(parent: BranchKey, turn: int, sibling: int) -> BranchKey:
 
 
 def fresh_key(num_initial: int, ended: BranchKey, index: int) -> BranchKey:
-    """Key of a fresh trajectory that uses a fork `ended` left over. Sorts behind all initial trajectories and their forks."""
+    """Key of a fresh trajectory for a fork that `ended` left over. Sorts behind all initial trajectories and forks."""
     return (num_initial, *ended, index)
 
 

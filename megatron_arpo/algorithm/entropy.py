@@ -1,4 +1,4 @@
-"""Token entropy from the K largest log-probs with a bound on its error, and the probe entropy that fork decisions read."""
+"""Token entropy from the K largest log-probs with a bound on its error; the probe entropy that fork decisions read."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def entropy_from_logprobs(top_logprobs: Sequence[float], vocab_size: int) -> tup
 
     `top_logprobs` are the K largest natural log-probs at sampling temperature, in any order, out of V = `vocab_size`.
 
-    H = -sum_v p_v log p_v (arXiv 2507.19849, section 3.1) is known on the K listed tokens. The other R = V - K are one lump
-    of mass q = 1 - sum of the listed p. What that lump adds, T, is bounded on both sides:
+    H = -sum_v p_v log p_v (arXiv 2507.19849, section 3.1) is known on the K listed tokens. The other R = V - K are one
+    lump of mass q = 1 - sum of the listed p. What that lump adds, T, is bounded on both sides:
 
     - Entropy is concave, so T is largest when q is spread evenly: T <= q log(R / q).
     - It is smallest at a corner of {0 <= t_j <= m, sum_j t_j = q}, m being the smallest listed p, which no tail token
-      exceeds: floor(q / m) tokens hold m, one holds the rest r: T >= -floor(q / m) m log m - r log r. (Without the cap m the
-      corner is one token with all of q, T >= -q log q, which is lower.)
+      exceeds: floor(q / m) tokens hold m, one holds the rest r: T >= -floor(q / m) m log m - r log r. (Without the cap
+      m the corner is one token with all of q, T >= -q log q, which is lower.)
 
-    The estimate takes the middle of the two, so the error is at most half their distance: no other estimate has a smaller
-    bound. K = V is exact, error 0. Deviation: the published code drops the tail and keeps K = 10.
+    The estimate takes the middle of the two, so the error is at most half their distance: no other estimate has a
+    smaller bound. K = V is exact, error 0. Deviation: the published code drops the tail and keeps K = 10.
 
     Example: p = (0.5, 0.25) of V = 4 leaves q = 0.25 for two tokens of at most 0.25 each: T is between 0.25 log 4 and
     0.25 log 8, so H = 1.1264 +- 0.0866 nats.
@@ -74,10 +74,10 @@ def _nats(probability: float) -> float:
 def probe_entropy(entropies: Sequence[float], k: int, vocab_size: int) -> float:
     """(Sum of the first `k` entropies in nats) / log V; fewer than `k` tokens: those there are.
 
-    H_t and H_initial of arXiv 2507.19849, section 3.1. The sum, not the mean, is the published scale, the one alpha and beta
-    belong to. Deviations from the published code: the full vocabulary instead of the top 10 tokens, and the tokens *after*
-    the tool result (as in the paper) instead of those before the call. Being linear, it turns error bounds of the entropies
-    into the error bound of the probe.
+    H_t and H_initial of arXiv 2507.19849, section 3.1. The sum, not the mean, is the published scale, the one alpha and
+    beta belong to. Deviations from the published code: the full vocabulary instead of the top 10 tokens, and the tokens
+    *after* the tool result (as in the paper) instead of those before the call. Being linear, it turns error bounds of
+    the entropies into the error bound of the probe.
 
     Example: probe_entropy([log 4, log 4, 9.0], k=2, vocab_size=16) == 1.0.
     """

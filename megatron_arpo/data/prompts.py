@@ -5,6 +5,7 @@ Tokenizing is left to `chat.py`; dropping long prompts to the caller, who knows 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
@@ -39,8 +40,8 @@ def load_prompts(path: str | Path, *, max_rows: int | None = None) -> PromptSet:
 
     - .parquet: the published columns `prompt` (a list of {role, content}), `reward_model.ground_truth` (text, a number
       or a list of them), and, optional, `data_source` and `extra_info`, which becomes the metadata.
-    - .jsonl: the same fields nested, or {"question" or "problem", "answer"}, with the published system prompt put before it;
-      other fields become metadata. Of an answer that ends in GSM8K's "#### 18", the 18 is gold.
+    - .jsonl: the same fields nested, or {"question" or "problem", "answer"}, after the published system prompt; other
+      fields become metadata. Of an answer that ends in GSM8K's "#### 18", the 18 is gold.
 
     "\boxed" and "\frac{" that an escape broke are repaired in every field and counted. A gold answer of blanks is kept:
     the published training set has one. Raises ValueError naming file, row or line, field and fix.
@@ -54,9 +55,8 @@ def load_prompts(path: str | Path, *, max_rows: int | None = None) -> PromptSet:
         raise ValueError(f"{path}: is not a file; check the path")
     prompts: list[Prompt] = []
     num_repaired = 0
-    for place, row in _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path):
-        if len(prompts) == max_rows:
-            break
+    rows = _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
+    for place, row in itertools.islice(rows, max_rows):
         repaired = repair_escapes(row)
         num_repaired += repaired != row
         prompts.append(_parse_row(repaired, f"{path.stem}-{len(prompts)}", path.stem, place))
@@ -96,7 +96,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 for held in batch.to_pylist():
                     yield f"{path}, row {row}", held
                     row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: cannot be read as parquet ({reason}); write or download it again") from error
 

@@ -1,4 +1,4 @@
-"""An engine that reads its replies from a function: deterministic, no model, for tests and benches of everything above it."""
+"""An engine that reads its replies from a function: deterministic, no model, for tests and benches of what is above."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ Script = Callable[[tuple[int, ...], int | None], ScriptedReply]
 
 
 class ScriptedEngine:
-    """Serves `script` as an Engine. A decoded token takes `token_latency_s` of `sleep`, which tests may replace by virtual time.
+    """Serves `script` as an Engine.
 
-    `requests` lists every request in order of arrival. `load_weights` reads no file, only the manifest's version.
+    A decoded token takes `token_latency_s` of `sleep`, which tests may replace by virtual time. `requests` lists every
+    request in order of arrival. `load_weights` reads no file, only the manifest's version.
     """
 
     def __init__(

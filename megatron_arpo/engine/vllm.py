@@ -88,7 +88,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         )
         version = self._version
-        tokens = _SampledTokens(self._vocab_size)
+        tokens = _SampledTokens(self._vocab_size, self._top_logprobs)
         probed = 0
         async for output in self._outputs(list(request.token_ids), parameters):
             piece = output.outputs[0]
@@ -150,8 +150,9 @@ class VllmEngine:
 class _SampledTokens:
     """Tokens as they come in, with log-prob and entropy of each."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, top_logprobs: int) -> None:
         self._vocab_size = vocab_size
+        self._top_logprobs = top_logprobs
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
@@ -161,11 +162,13 @@ class _SampledTokens:
         return len(self._ids)
 
     def extend(self, token_ids: Sequence[int], flat: Any) -> None:
-        """`flat` is vLLM's FlatLogprobs: for each position the sampled token first, then the most likely ones."""
+        """`flat` is vLLM's FlatLogprobs: for each position the sampled token first, then the most likely ones. Where vLLM
+        merged two streamed outputs, a sampled token that is among the most likely ones stands there only once."""
         self._ids.extend(token_ids)
         for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
             self._logprobs.append(flat.logprobs[start])
-            entropy, error = entropy_from_logprobs(flat.logprobs[start + 1 : end], self._vocab_size)
+            first = start if end - start == self._top_logprobs else start + 1
+            entropy, error = entropy_from_logprobs(flat.logprobs[first:end], self._vocab_size)
             self._entropies.append(entropy)
             self._errors.append(error)
 

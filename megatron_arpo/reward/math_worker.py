@@ -29,9 +29,9 @@ def is_equal(answer: str, gold: str) -> bool:
     r"""Whether two answers are the same number, expression, tuple, set, equation, ... or the same words.
 
     Both are parsed as the content of a box. A gold of words is compared as words: parsed as mathematics it is a product
-    of letters, which every anagram equals.
+    of letters, which an anagram equals.
 
-    Example: is_equal("\\frac{2}{4}", "0.5") and is_equal("monday", "Monday") and not is_equal("dynamo", "Monday")
+    Example: is_equal("\\frac{2}{4}", "0.5") and is_equal("rome", "Rome") and not is_equal("more", "Rome")
     """
     from math_verify import parse, verify
 

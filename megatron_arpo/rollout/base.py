@@ -1,4 +1,4 @@
-"""What growing a tree is given: how turns are written, how tools are run, how tokens are drawn, and one trajectory's limits."""
+"""What growing a tree is given: how turns are written, tools run and tokens drawn, and one trajectory's limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TurnCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutLimits:
-    """Bounds of one trajectory. `max_response_tokens` counts everything behind the prompt on a path, tool results included.
+    """Bounds of one trajectory. `max_response_tokens` counts all tokens behind the prompt, tool results included.
 
     Example: RolloutLimits(max_response_tokens=4096, max_tool_calls=3)
     """

@@ -32,8 +32,8 @@ async def collect(
 ) -> list[RolloutTree]:
     """Scored trees in the order of `prompts`; `on_tree` sees each as soon as it is scored.
 
-    `reward` gets a leaf's decoded response (tool results included) and runs in a thread. Scoring does not hold up the next
-    tree: the bound is on growing only. The first error cancels everything and is raised as it is.
+    `reward` gets a leaf's decoded response (tool results included) and runs in a thread. Scoring does not hold up the
+    next tree: the bound is on growing only. The first error cancels everything and is raised as it is.
     """
     if max_concurrent_trees < 1:
         raise ValueError(f"max_concurrent_trees={max_concurrent_trees} must be at least 1")

@@ -1,7 +1,7 @@
-"""Grows one rollout tree: every branch is its own task that generates, calls its tool, is probed, forks and goes on at once.
+"""Grows one rollout tree: each branch is its own task that generates, calls its tool, is probed, forks and goes on.
 
-No round, no barrier: a branch waits for its own tokens and its own tool only. What a turn looks like in tokens is the codec's
-matter, whether to fork that of `algorithm/branching.py`, and scoring that of `rollout/collect.py`.
+No round, no barrier: a branch waits for its own tokens and its own tool only. What a turn looks like in tokens is the
+codec's matter, whether to fork that of `algorithm/branching.py`, and scoring that of `rollout/collect.py`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ async def grow_tree(
     """Samples a tree with exactly `branching.num_rollouts` leaves for `prompt`; it carries no rewards yet.
 
     Segments are numbered depth first, a branch before its forks. With the `keyed` fork budget, the same seed, engine
-    outputs and tool results give the same tree whatever the timing; pass another seed each step. A failing tool is a result;
-    any exception cancels the whole tree and is raised as it is.
+    outputs and tool results give the same tree whatever the timing; pass another seed each step. A failing tool is a
+    result; any exception cancels the whole tree and is raised as it is.
     """
     if sampling.temperature == 0.0 and branching.num_rollouts > 1:
         raise ValueError(
@@ -69,7 +69,7 @@ async def grow_tree(
 
 @asynccontextmanager
 async def cancelling_tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises the first error itself instead of a group of it, so that callers can catch it by its type."""
+    """A TaskGroup that raises the first error itself instead of a group of it: callers can catch it by its type."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -231,7 +231,7 @@ class _TreeGrower:
     def _outcome(
         self, turn: int, token_ids: tuple[int, ...], last: Completion, room: int
     ) -> tuple[FinishReason, ToolCall | None]:
-        """Why the generation ended, and the tool call to make if the trajectory goes on. `room`: tokens left on its path."""
+        """Why the generation ended, and the call to make if the trajectory goes on. `room`: tokens left on its path."""
         if last.finish_reason == "length" or last.finish_reason == "abort":
             return last.finish_reason, None
         if last.stop_text not in self._codec.stop:

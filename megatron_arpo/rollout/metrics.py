@@ -12,9 +12,10 @@ from megatron_arpo.types import FinishReason, RolloutTree, Segment
 def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     """Means and shares over all trajectories (leaves) of `trees`; the reward's only where every tree is scored.
 
-    - `unique_tokens` counts each token of the trees once, prompts included, `flat_tokens` once per trajectory through it:
-      the work of the actor with and without shared prefixes.
-    - `entropy_mean` is in nats over the tokens the model wrote, each counted once; none is off by more than `entropy_error_max`.
+    - `unique_tokens` counts each token of the trees once, prompts included, `flat_tokens` once per trajectory through
+      it: the work of the actor with and without shared prefixes.
+    - `entropy_mean` is in nats over the tokens the model wrote, each counted once; none is off by more than
+      `entropy_error_max`.
     - `equal_reward_groups` is the share of trees whose leaves all score the same: they teach nothing.
     - `reward_std` is the spread over all leaves of the step (population).
 

@@ -1,4 +1,4 @@
-"""Rollout trees as JSON lines, one step a file, one tree a line: what a run folder keeps and what replay and the viewer read.
+"""Rollout trees as JSON lines, one step a file, one tree a line: what a run folder keeps, replay and the viewer read.
 
 The round trip is exact: floats are written by repr(). A prompt's metadata must itself be JSON (no tuples, no NaN).
 """

@@ -122,5 +122,5 @@ def test_keyed_numbers_are_stable_and_apart():
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
     drawn = [keyed_uniform(0, "p", (branch,), turn) for branch in range(50) for turn in range(20)]
-    assert 0.0 <= min(drawn) and max(drawn) < 1.0
+    assert min(drawn) >= 0.0 and max(drawn) < 1.0
     assert abs(sum(drawn) / len(drawn) - 0.5) < 0.05

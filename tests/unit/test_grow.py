@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching
+from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching, keyed_seed
 from megatron_arpo.algorithm.entropy import probe_entropy
 from megatron_arpo.engine.base import EngineDied
 from megatron_arpo.engine.scripted import ScriptedEngine, ScriptedReply
@@ -52,12 +52,14 @@ def reply(text, entropy=1.0):
 
 
 def asks(num_calls):
-    """A model that calls the tool `num_calls` times, then answers; the seed shows in every turn, so no two are alike."""
+    """A model that calls the tool `num_calls` times, then answers; the seed shows in every turn: no two are alike."""
 
     def script(token_ids, seed):
         turn = CharacterCodec().decode(token_ids).count("</r>")
         salt = f"{(seed or 0) % 9973:04d}"
-        return reply(f"think{salt}<t>{turn}-{salt}</t>" if turn < num_calls else f"the answer {salt}.", entropy=1.0 + turn)
+        return reply(
+            f"think{salt}<t>{turn}-{salt}</t>" if turn < num_calls else f"the answer {salt}.", entropy=1.0 + turn
+        )
 
     return script
 
@@ -167,6 +169,13 @@ def test_a_fork_starts_at_the_tool_result_and_the_probe_stays_with_the_parent():
     assert len({request.seed for request in engine.requests}) == 4
 
 
+@pytest.mark.parametrize("fork_budget", ["keyed", "shared"])
+def test_one_decision_a_result(fork_budget):
+    """The sibling has forks left, but does not decide again on the result it was forked at."""
+    tree = grow(engine_of(asks(1)), arpo(4, 1, fork_budget=fork_budget))
+    assert [len(children) for children in forks(tree).values()] == [2] and num_fresh(tree, 1) == 2
+
+
 def test_a_fork_starts_while_the_parent_is_still_decoding():
     """The engine's virtual decoding stands still behind the probe until the sibling's request has arrived."""
     engine = engine_of(asks(1))
@@ -230,8 +239,6 @@ def test_unspent_forks_become_fresh_trajectories():
 
 def test_shared_forks_go_to_the_first_that_asks():
     """Only trajectory 0 ever calls a tool; with `shared` it takes all forks, with `keyed` no more than its share."""
-    from megatron_arpo.algorithm.branching import keyed_seed
-
     first = keyed_seed(0, "p", (0,), 0)
 
     def script(token_ids, seed):
@@ -267,8 +274,9 @@ def test_keyed_trees_do_not_depend_on_timing():
 
 
 def test_no_barrier():
-    """One branch's tool answers only after every other trajectory, forks included, has ended: a round would never end."""
-    num_rollouts, ended = 6, []
+    """One branch's tool answers only once the other initial trajectory and its three forks have ended: a round would
+    never end."""
+    num_rollouts, ended = 5, []
     released = asyncio.Event()
     stuck = []
 
@@ -301,7 +309,9 @@ def test_call_limit_ends_the_trajectory_at_its_call():
     assert len(calls) == 4
     for leaf_id in tree.leaf_ids:
         leaf = tree.segments[leaf_id]
-        assert leaf.finish_reason == "call_limit" and response(tree, leaf_id).endswith("</t>"), "no invented end of text"
+        assert leaf.finish_reason == "call_limit" and response(tree, leaf_id).endswith("</t>"), (
+            "no invented end of text"
+        )
         assert [segment.kind for segment in tree.path(leaf_id)].count("tool") == 2
     tree = grow(engine_of(asks(9)), NoBranching(num_rollouts=1), run_tool=run_tool, max_tool_calls=0)
     assert tree.segments[tree.leaf_ids[0]].finish_reason == "call_limit" and len(calls) == 4
