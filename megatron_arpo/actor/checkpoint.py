@@ -5,11 +5,13 @@ Callers write to a folder aside and rename it (run/state.py); this file only fil
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_arpo.actor.model import unwrap
 from megatron_arpo.actor.update import Updater
@@ -34,8 +36,16 @@ def save(updater: Updater, folder: Path) -> None:
     """Collective over all ranks; `folder` must exist and be empty. Raises OSError where the disk is full."""
     state = _sharded_state(updater, is_loading=False)
     state["schedule"] = updater.schedule.state_dict()
+    _use_in_process_results()
     strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy()
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=_METADATA)
+
+
+def _use_in_process_results() -> None:
+    """megatron-core 0.16.1 hands write results over through a multiprocessing.Manager, a server process that takes seconds to
+    start and outlives a killed rank. A synchronous save puts and gets in one process, where a plain queue serves."""
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def load(updater: Updater, folder: Path) -> None:

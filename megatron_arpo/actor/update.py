@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -57,6 +57,7 @@ class Updater:
             ),
             [self.ddp],
         )
+        _allocate_states(self.optimizer)
         self.schedule = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -142,6 +143,14 @@ class Updater:
         sums["lr_max"] = self.optimizer.param_groups[0]["lr"]
         sums["seconds_max"] = time.perf_counter() - started
         return sums
+
+
+def _allocate_states(optimizer: ChainedOptimizer) -> None:
+    """Adam's moments, which would come with the first update: a run may save a checkpoint before it."""
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                one.optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
 def _finalize(chunks: list[torch.nn.Module], _num_tokens: torch.Tensor | None = None, **options: Any) -> None:

@@ -13,12 +13,7 @@ async def build_tools(settings: ToolSettings) -> ToolRunner:
     """Starts what is configured. Raises ValueError for a file that can't be read, RuntimeError where the sandbox can't run."""
     tools: dict[str, Tool] = {}
     if settings.search is not None:
-        search = SearchTool(
-            cache_path=settings.search.cache_path,
-            corpus_path=settings.search.corpus_path,
-            top_k=settings.search.top_k,
-            max_result_chars=settings.max_result_chars,
-        )
+        search = _search_tool(settings)
         await search.start()
         tools["search"] = search
     if settings.python is not None:
@@ -36,5 +31,20 @@ async def build_tools(settings: ToolSettings) -> ToolRunner:
         timeout_s=settings.timeout_s,
         num_tries=settings.num_tries,
         max_concurrent=settings.max_concurrent,
+        max_result_chars=settings.max_result_chars,
+    )
+
+
+def check_tools(settings: ToolSettings) -> None:
+    """Raises ValueError for a file of the tools that can't be read; starts nothing."""
+    if settings.search is not None:
+        _search_tool(settings)
+
+
+def _search_tool(settings: ToolSettings) -> SearchTool:
+    return SearchTool(
+        cache_path=settings.search.cache_path,
+        corpus_path=settings.search.corpus_path,
+        top_k=settings.search.top_k,
         max_result_chars=settings.max_result_chars,
     )

@@ -131,11 +131,15 @@ def check(job: dict, rank: int) -> dict:
         losses[form], grads[form] = gradients(updater, batch_rows(form))
     found["losses"] = losses
     found["gradient_differences"] = {form: largest_difference(grads[form], grads["flat"]) for form in ("tree", "split")}
-    found["adam"] = adam_losses(updater, 4)
+    untouched = Path(job["checkpoint"] + ".untouched")
     saved = Path(job["checkpoint"])
     if rank == 0:
         saved.mkdir()
+        untouched.mkdir()
     torch.distributed.barrier()
+    checkpoint.save(updater, untouched)  # before the first update
+    checkpoint.load(updater, untouched)
+    found["adam"] = adam_losses(updater, 4)
     checkpoint.save(updater, saved)
     found["digest_saved"] = weights_digest(updater, architecture)
     undisturbed = adam_losses(updater, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -67,21 +68,21 @@ def test_the_run_folder_is_complete(undisturbed: Path) -> None:
 
 
 def test_killed_at_random_moments(task: Path, recorded: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Four SIGKILLs, the first while it starts, the others at some random moment of its steps; then it runs to the end."""
+    """SIGKILL while it starts, around the first checkpoint, and at random moments behind the first and the second."""
     path = config_file(task, recorded, tmp_path, tp=2)
     draw = random.Random(7)
-    metrics = tmp_path / "run/metrics.jsonl"
-    for kill in range(4):
+    metrics, checkpoints = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints"
+    moments = {
+        "a lock": lambda: (tmp_path / "run/.lock").exists(),
+        "a finished step": lambda: metrics.exists() and metrics.stat().st_size > 0,
+        "the first checkpoint": lambda: (checkpoints / "step_000002").exists(),
+        "the second checkpoint": lambda: (checkpoints / "step_000004").exists(),
+    }
+    for what, reached in moments.items():
         command = Command("train", str(path))
         try:
-            if kill:
-                seen = metrics.read_text().count("\n") if metrics.exists() else 0
-                command.wait_until(
-                    lambda seen=seen: metrics.exists() and metrics.read_text().count("\n") != seen, 120, "a finished step"
-                )
-            import time
-
-            time.sleep(draw.random() * 2.0)
+            command.wait_until(reached, 120, what)
+            time.sleep(draw.random())
             command.kill_hard()
             command.wait_until_nothing_is_left(90)
         finally:
