@@ -24,5 +24,8 @@ setup(
         "cuda": TRAIN + AGENT_TOOLS + ["vllm==0.32.0", "transformer-engine[pytorch]==2.11.0"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "matplotlib"],
     },
-    entry_points={"console_scripts": ["megatron-arpo=megatron_arpo.cli:main"]},
+    entry_points={
+        "console_scripts": ["megatron-arpo=megatron_arpo.cli:main"],
+        "vllm.general_plugins": ["megatron_arpo=megatron_arpo.engine.vllm_plugin:register"],
+    },
 )

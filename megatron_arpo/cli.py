@@ -6,7 +6,9 @@ Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
     except ValueError as error:
+        if os.environ.get("MEGATRON_ARPO_DEBUG"):
+            traceback.print_exc()
         print(f"megatron-arpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("megatron-arpo: interrupted; start the same command again to go on from the last checkpoint", file=sys.stderr)
         return 130
+    except Exception as error:  # the end of the program: whatever went wrong is shown whole, and then in one line
+        traceback.print_exc()
+        print(f"megatron-arpo: failed: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

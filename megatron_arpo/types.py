@@ -103,7 +103,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
-    """One fork decision, taken once the probe tokens after a tool result are out (arXiv 2507.19849, eq. 2 and 3).
+    """One fork decision, taken once the probe tokens after a tool result are out (arXiv 2507.19849, sec. 3.1).
 
     Entropies are sums over the first k tokens divided by log V. `drawn` is the uniform number compared with `probability`.
     `num_forks` siblings were started.
@@ -190,9 +190,7 @@ class RolloutTree:
             if (index == 0) != (segment.parent_id == NO_PARENT) or segment.parent_id >= index:
                 raise ValueError(f"tree {self.prompt.prompt_id}: segment {index} has parent {segment.parent_id}")
         if self.rewards and len(self.rewards) != len(self.leaf_ids):
-            raise ValueError(
-                f"tree {self.prompt.prompt_id}: {len(self.rewards)} rewards for {len(self.leaf_ids)} leaves"
-            )
+            raise ValueError(f"tree {self.prompt.prompt_id}: {len(self.rewards)} rewards for {len(self.leaf_ids)} leaves")
 
     def path(self, leaf_id: int) -> tuple[Segment, ...]:
         """Segments from the prompt down to `leaf_id`."""
@@ -213,9 +211,7 @@ class RolloutTree:
     def leaves_under(self, segment_id: int) -> tuple[int, ...]:
         """Indices into `leaf_ids` of the trajectories that pass through `segment_id`."""
         return tuple(
-            index
-            for index, leaf_id in enumerate(self.leaf_ids)
-            if any(segment.segment_id == segment_id for segment in self.path(leaf_id))
+            index for index, leaf_id in enumerate(self.leaf_ids) if any(segment.segment_id == segment_id for segment in self.path(leaf_id))
         )
 
     def response_token_ids(self, leaf_id: int) -> list[int]:

@@ -32,9 +32,7 @@ PROMPT_SCHEMA = pa.schema(
         "prompt": pa.list_(pa.struct({"content": pa.string(), "role": pa.string()})),
         "ability": pa.string(),
         "reward_model": pa.struct({"ground_truth": pa.string(), "style": pa.string()}),
-        "extra_info": pa.struct(
-            {"index": pa.int64(), "need_tools_kwargs": pa.bool_(), "question": pa.string(), "split": pa.string()}
-        ),
+        "extra_info": pa.struct({"index": pa.int64(), "need_tools_kwargs": pa.bool_(), "question": pa.string(), "split": pa.string()}),
     }
 )
 
@@ -83,8 +81,7 @@ def _check_same_task(out: Path, settings: TaskSettings) -> None:
         raise ValueError(f"--out={out} exists and is no quickstart task (no task.json); give a new folder") from error
     if found != settings.as_json():
         raise ValueError(
-            f"--out={out} holds a task with other settings, {' '.join(found.split())}; "
-            "give another folder, or delete this one"
+            f"--out={out} holds a task with other settings, {' '.join(found.split())}; give another folder, or delete this one"
         )
 
 

@@ -65,9 +65,7 @@ def main() -> int:
     memory = PeakMemory()
     seconds = {}
     for phase, command in phases.items():
-        print(
-            f"== {phase}: {' '.join(Path(part).name if i == 0 else part for i, part in enumerate(command))}", flush=True
-        )
+        print(f"== {phase}: {' '.join(Path(part).name if i == 0 else part for i, part in enumerate(command))}", flush=True)
         started = time.monotonic()
         code = _run(command)
         if code:

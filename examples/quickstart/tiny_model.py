@@ -54,9 +54,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator((part for text in texts for part in tags.split(text)), trainer)
     tokenizer = _with_ordinary_tags(tokenizer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(
-            f"the texts give a vocabulary of {tokenizer.get_vocab_size()}, not {VOCAB_SIZE}; train on more text"
-        )
+        raise ValueError(f"the texts give a vocabulary of {tokenizer.get_vocab_size()}, not {VOCAB_SIZE}; train on more text")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_END,

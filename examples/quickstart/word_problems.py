@@ -64,9 +64,7 @@ TEMPLATES: dict[int, tuple[Template, ...]] = {
         Template("What is {a} - {b}?", *_SUBTRACT, (_ADD, _MULTIPLY)),
         Template("What is {a} * {b}?", *_MULTIPLY, (_ADD, _SUBTRACT)),
         Template("{name} has {a} {things} and buys {b} more. How many {things} now?", *_ADD, (_SUBTRACT, _MULTIPLY)),
-        Template(
-            "{name} had {a} {things} and gave away {b}. How many {things} are left?", *_SUBTRACT, (_ADD, _MULTIPLY)
-        ),
+        Template("{name} had {a} {things} and gave away {b}. How many {things} are left?", *_SUBTRACT, (_ADD, _MULTIPLY)),
         Template("A box holds {a} {things}. How many {things} are in {b} boxes?", *_MULTIPLY, (_ADD, _SUBTRACT)),
     ),
     2: (

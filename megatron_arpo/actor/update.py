@@ -19,6 +19,7 @@ from megatron_arpo.config.actor import OptimizerSettings
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.types import PackedRow
 
+
 class Updater:
     """Owns the wrapped model, its optimizer and its learning-rate schedule on one rank."""
 

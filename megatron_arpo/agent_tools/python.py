@@ -65,18 +65,13 @@ class PythonTool:
     async def start(self) -> None:
         """Starts the sandbox and proves that it holds; RuntimeError with the reason and the fix where it does not."""
         if not self._sandboxed:
-            logger.warning(
-                "tools.python.sandbox=none: PROGRAMS WRITTEN BY THE MODEL RUN UNPROTECTED, "
-                "with this user's files and network"
-            )
+            logger.warning("tools.python.sandbox=none: PROGRAMS WRITTEN BY THE MODEL RUN UNPROTECTED, with this user's files and network")
         try:
             await self._runner.start()
             await self._test_itself()
         except (RuntimeError, OSError) as error:
             await self._runner.close()
-            raise RuntimeError(
-                f"tools.python.sandbox={self._sandbox}: {error}; or set tools.python.sandbox: none, unprotected"
-            ) from error
+            raise RuntimeError(f"tools.python.sandbox={self._sandbox}: {error}; or set tools.python.sandbox: none, unprotected") from error
 
     async def call(self, code: str, timeout_s: float) -> ToolResult:
         """Runs `code`; waiting for a free slot counts towards `timeout_s`.

@@ -106,9 +106,7 @@ class ToolRunner:
 
     async def _one_try(self, tool: Tool, call: ToolCall) -> ToolResult:
         try:
-            return await asyncio.wait_for(
-                tool.call(call.arguments, self._timeout_s), self._timeout_s + self._deadline_grace_s
-            )
+            return await asyncio.wait_for(tool.call(call.arguments, self._timeout_s), self._timeout_s + self._deadline_grace_s)
         except TimeoutError:
             return ToolResult(text=f"The tool did not answer within {self._timeout_s:g} seconds.", status="timeout")
 

@@ -32,9 +32,7 @@ class OutputReader:
     """Reads one pipe on the running event loop. Keeps `limit_bytes` of it, from its start or its end, drops the rest
     and calls `on_flood` once FLOOD_FACTOR times as much has come."""
 
-    def __init__(
-        self, file: int, limit_bytes: int, keep: Literal["start", "end"], on_flood: Callable[[], None]
-    ) -> None:
+    def __init__(self, file: int, limit_bytes: int, keep: Literal["start", "end"], on_flood: Callable[[], None]) -> None:
         self._file = file
         self._limit_bytes = limit_bytes
         self._keep = keep

@@ -29,9 +29,7 @@ def group_advantages(rewards: Sequence[float]) -> tuple[float, ...]:
 
 def trained_tokens(tree: RolloutTree) -> tuple[int, ...]:
     """Model tokens on the path of each leaf: its length in the loss."""
-    return tuple(
-        sum(len(segment.token_ids) for segment in tree.path(leaf_id) if segment.kind == "model") for leaf_id in tree.leaf_ids
-    )
+    return tuple(sum(len(segment.token_ids) for segment in tree.path(leaf_id) if segment.kind == "model") for leaf_id in tree.leaf_ids)
 
 
 def leaf_weights(trees: Sequence[RolloutTree], aggregation: Aggregation) -> list[tuple[float, ...]]:

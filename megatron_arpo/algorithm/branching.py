@@ -111,9 +111,7 @@ class ForkBudget:
         share, extra = divmod(num_rollouts - num_initial, num_initial)
         self._num_initial = num_initial
         self._pool = num_rollouts - num_initial if mode == "shared" else 0
-        self._shares: dict[BranchKey, int] = {
-            (index,): share + (index < extra) if mode == "keyed" else 0 for index in range(num_initial)
-        }
+        self._shares: dict[BranchKey, int] = {(index,): share + (index < extra) if mode == "keyed" else 0 for index in range(num_initial)}
 
     @classmethod
     def of(cls, settings: ArpoBranching | NoBranching) -> ForkBudget:

@@ -32,9 +32,7 @@ def entropy_from_logprobs(top_logprobs: Sequence[float], vocab_size: int) -> tup
     0.25 log 8, so H = 1.1264 +- 0.0866 nats.
     """
     if not 1 <= len(top_logprobs) <= vocab_size:
-        raise ValueError(
-            f"{len(top_logprobs)} top log-probs for vocab_size={vocab_size}; need between 1 and vocab_size"
-        )
+        raise ValueError(f"{len(top_logprobs)} top log-probs for vocab_size={vocab_size}; need between 1 and vocab_size")
     if max(top_logprobs) > _ROUNDING:
         raise ValueError(f"log-prob {max(top_logprobs)} is above 0; pass natural logs of probabilities, not logits")
     probabilities = [math.exp(logprob) for logprob in top_logprobs]

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_arpo.config.run import RunConfig
 
+_VARIANTS = ("arpo", "grpo")
+"""Values of `kind`, which pydantic puts into the path of an error."""
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
@@ -76,7 +78,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _sentence(problem: Mapping[str, Any]) -> str:
-    where = [str(part) for part in problem["loc"]]
+    where = [str(part) for part in problem["loc"] if part not in _VARIANTS]
     field = ".".join(where)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {field!r}{_nearest(where)}"

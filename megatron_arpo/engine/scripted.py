@@ -84,9 +84,7 @@ class ScriptedEngine:
             async with self._changed:
                 self._changed.notify_all()
 
-    def _slice(
-        self, reply: ScriptedReply, begin: int, end: int, finish: Literal["stop", "length", "abort", "probe"]
-    ) -> Completion:
+    def _slice(self, reply: ScriptedReply, begin: int, end: int, finish: Literal["stop", "length", "abort", "probe"]) -> Completion:
         errors = reply.entropy_errors or (0.0,) * len(reply.token_ids)
         return Completion(
             token_ids=reply.token_ids[begin:end],

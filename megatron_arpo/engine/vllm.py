@@ -12,6 +12,7 @@ from typing import Any
 from megatron_arpo.algorithm.entropy import entropy_from_logprobs
 from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.engine.base import EngineDied, GenerateRequest
+from megatron_arpo.engine.vllm_plugin import SHARE_CORES
 from megatron_arpo.types import Completion, WeightManifest
 
 _GIB = 2**30
@@ -40,6 +41,7 @@ class VllmEngine:
 
         for_platform: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
         if current_platform.is_cpu():
+            os.environ[SHARE_CORES] = "1"
             for_platform = {
                 "kv_cache_memory_bytes": int(settings.kv_cache_gib * _GIB),
                 "enforce_eager": True,

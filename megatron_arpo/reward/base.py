@@ -31,9 +31,7 @@ def get_reward(name: str) -> Reward:
     if ":" not in name:
         nearest = get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(
-            f"reward={name!r} is unknown; use {', '.join(BUILT_IN)} or a function's path 'pkg.module:function'{hint}"
-        )
+        raise ValueError(f"reward={name!r} is unknown; use {', '.join(BUILT_IN)} or a function's path 'pkg.module:function'{hint}")
     return _checked(name, _import_function(name))
 
 
@@ -42,14 +40,10 @@ def _import_function(path: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError, TypeError) as error:  # an empty or a relative name is no ImportError
-        raise ValueError(
-            f"reward={path!r}: cannot import {module_name!r} ({error}); install it or put its folder on PYTHONPATH"
-        ) from error
+        raise ValueError(f"reward={path!r}: cannot import {module_name!r} ({error}); install it or put its folder on PYTHONPATH") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(
-            f"reward={path!r}: {module_name!r} has no function {function_name!r}; name one of (solution, answers)"
-        )
+        raise ValueError(f"reward={path!r}: {module_name!r} has no function {function_name!r}; name one of (solution, answers)")
     return function
 
 
@@ -72,13 +66,9 @@ def gold_answers(answers: str | Iterable[str]) -> tuple[str, ...]:
     if isinstance(answers, str):
         return (answers,)
     if isinstance(answers, Mapping) or not isinstance(answers, Iterable):
-        raise ValueError(
-            f"answers={answers!r} is of type {type(answers).__name__}; give gold answers as a string or as strings"
-        )
+        raise ValueError(f"answers={answers!r} is of type {type(answers).__name__}; give gold answers as a string or as strings")
     golds = tuple(answers)
     for index, gold in enumerate(golds):
         if not isinstance(gold, str):
-            raise ValueError(
-                f"answers[{index}]={gold!r} is of type {type(gold).__name__}; write it as a string, {str(gold)!r}"
-            )
+            raise ValueError(f"answers[{index}]={gold!r} is of type {type(gold).__name__}; write it as a string, {str(gold)!r}")
     return golds

@@ -120,10 +120,7 @@ class MathVerifier:
                 "`python -m megatron_arpo.reward.math_worker` to see why"
             ) from error
         if "error" in greeting:
-            raise RuntimeError(
-                f"the math reward's worker cannot start: {greeting['error']}; "
-                "pip install 'math-verify[antlr4_13_2]==0.9.0'"
-            )
+            raise RuntimeError(f"the math reward's worker cannot start: {greeting['error']}; pip install 'math-verify[antlr4_13_2]==0.9.0'")
 
 
 def _read_reply(worker: subprocess.Popen[bytes], timeout_s: float) -> dict:

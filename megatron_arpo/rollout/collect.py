@@ -58,10 +58,7 @@ async def collect(
         return tree
 
     async with cancelling_tasks() as tasks:
-        growing = [
-            tasks.create_task(one(prompt, tree_seed))
-            for prompt, tree_seed in zip(prompts, _tree_seeds(prompts, seed), strict=True)
-        ]
+        growing = [tasks.create_task(one(prompt, tree_seed)) for prompt, tree_seed in zip(prompts, _tree_seeds(prompts, seed), strict=True)]
     return [task.result() for task in growing]
 
 

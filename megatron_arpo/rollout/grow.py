@@ -228,9 +228,7 @@ class _TreeGrower:
     def _probe(self, nats: Sequence[float]) -> float:
         return probe_entropy(nats, self._probe_tokens, self._engine.vocab_size)
 
-    def _outcome(
-        self, turn: int, token_ids: tuple[int, ...], last: Completion, room: int
-    ) -> tuple[FinishReason, ToolCall | None]:
+    def _outcome(self, turn: int, token_ids: tuple[int, ...], last: Completion, room: int) -> tuple[FinishReason, ToolCall | None]:
         """Why the generation ended, and the call to make if the trajectory goes on. `room`: tokens left on its path."""
         if last.finish_reason == "length" or last.finish_reason == "abort":
             return last.finish_reason, None
@@ -248,9 +246,7 @@ class _TreeGrower:
     def _append(self, branch: _Branch, kind: SegmentKind, token_ids: tuple[int, ...], **fields: Any) -> int:
         """Adds a segment behind `branch.tip`; its id is provisional until the tree is numbered depth first."""
         segment_id = len(self._segments)
-        self._segments.append(
-            Segment(segment_id=segment_id, parent_id=branch.tip, kind=kind, token_ids=token_ids, **fields)
-        )
+        self._segments.append(Segment(segment_id=segment_id, parent_id=branch.tip, kind=kind, token_ids=token_ids, **fields))
         self._owners.append(branch.key)
         return segment_id
 

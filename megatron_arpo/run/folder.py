@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -86,7 +87,7 @@ class RunFolder:
         except BaseException as error:
             free = shutil.disk_usage(parent).free
             shutil.rmtree(aside, ignore_errors=True)
-            if isinstance(error, Exception) and "No space left" in str(error):
+            if isinstance(error, Exception) and "No space left" in "".join(traceback.format_exception(error)):
                 raise ValueError(
                     f"run.dir={self.path}: the disk is full ({free >> 20} MiB free), checkpoint of step {state.step} was not written; "
                     f"older checkpoints are whole. Free space and start the same command again"

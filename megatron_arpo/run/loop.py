@@ -103,7 +103,8 @@ class _Training:
                 self._save()
         self._seconds["step"] = time.perf_counter() - started
         metrics |= {f"seconds/{name}": round(value, 4) for name, value in self._seconds.items()}
-        metrics["tokens_per_second/rollout"] = metrics["flat_tokens"] / self._seconds["rollout"]
+        sampled_tokens = sum(len(segment.token_ids) for tree in trees for segment in tree.model_segments())
+        metrics["tokens_per_second/rollout"] = sampled_tokens / self._seconds["rollout"]
         metrics["tokens_per_second/update"] = metrics.get("actor/tokens", 0.0) / self._seconds["update"]
         self._folder.metrics.write("train", step, metrics)
         return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['num_forks']:.0f}  {self._seconds['step']:.1f} s"
@@ -183,7 +184,7 @@ def _step_seed(seed: int, step: int) -> int:
 
 
 def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
-    """Means over the targets of all updates, with multiplicity; names as in docs/metrics.md."""
+    """Means over the targets of all updates, each counted once for every leaf through it."""
     if not updates:
         return {}
     total = add_up(updates)

@@ -60,14 +60,11 @@ class Cluster:
 
     def on_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a collective on all actor ranks; their results in rank order. The first error of any rank is raised."""
-        import ray
-
-        return ray.get([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return _result([getattr(actor, method).remote(*arguments) for actor in self.actors])
 
     def on_engine(self, method: str, *arguments: Any) -> Any:
-        import ray
-
-        return ray.get(getattr(self.engine, method).remote(*arguments))
+        """Calls the rollout worker; its error is raised."""
+        return _result(getattr(self.engine, method).remote(*arguments))
 
     def share(self, value: Any) -> Any:
         """Puts a large argument into Ray's object store once for all ranks."""
@@ -116,11 +113,25 @@ class Cluster:
             world_size = config.actor.layout.world_size
             make_actor = ray.remote(num_cpus=1, num_gpus=num_gpus)(ActorWorker)
             self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]
-            host = ray.get(self.actors[0].host.remote())
-            port = ray.get(self.actors[0].open_store.remote(host))
+            host = _result(self.actors[0].host.remote())
+            port = _result(self.actors[0].open_store.remote(host))
             self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed)
         if self._with_engine:
-            ray.get(engine_up)
+            _result(engine_up)
+
+
+def _result(references: Any) -> Any:
+    """Waits for results. An exception comes as the worker raised it; a process that died as a RuntimeError that says so."""
+    import ray
+
+    try:
+        return ray.get(references)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayActorError as error:
+        raise RuntimeError(
+            "a worker process died (out of memory, or killed); start the same command again to go on from the last checkpoint"
+        ) from error
 
 
 def first_result(results: Sequence[Any]) -> Any:

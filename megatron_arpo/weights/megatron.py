@@ -45,7 +45,8 @@ def load_hf_weights(model: GPTModel, architecture: Architecture, read: Callable[
         mine = shard(parameter.name, whole, tp, rank)
         if mine.shape != parameter.value.shape:
             raise ValueError(
-                f"{' + '.join(names)}: shape {tuple(mine.shape)} on this rank does not match config.json, which asks for {tuple(parameter.value.shape)}"
+                f"{' + '.join(names)}: shape {tuple(mine.shape)} on this rank does not match config.json, "
+                f"which asks for {tuple(parameter.value.shape)}"
             )
         parameter.value.copy_(mine)
 

@@ -25,7 +25,7 @@ def tensor_reader(model_path: Path) -> Callable[[str], torch.Tensor]:
         raise ValueError(f"model.path={model_path}: weight file {error.filename or files[0]} is missing") from error
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise ValueError(f"model.path={model_path}: cannot read the weights ({error}); copy the folder again") from error
-    where = {name: shard for shard in shards.values() for name in shard.keys()}
+    where = {name: shard for shard in shards.values() for name in shard.keys()}  # noqa: SIM118 not iterable itself
 
     def read(name: str) -> torch.Tensor:
         if name not in where:

@@ -35,7 +35,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         torch.manual_seed(5)
         model = kind(config).float()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for parameter in model.parameters():
                 if parameter.dim() == 1:  # norms and biases start at 1 and 0, which would hide a mix-up
                     parameter.add_(0.1 * torch.randn_like(parameter))
         found[family] = folder / family
@@ -69,7 +69,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
         checkpoint = str(folder / f"{name}.checkpoint")
         job.write_text(
             json.dumps(
-                {"tp": tp, "pp": pp, "models": {k: str(v) for k, v in models.items()}, "checkpoint": checkpoint, "other_checkpoint": previous}
+                {
+                    "tp": tp,
+                    "pp": pp,
+                    "models": {k: str(v) for k, v in models.items()},
+                    "checkpoint": checkpoint,
+                    "other_checkpoint": previous,
+                }
             )
         )
         world_size = tp * pp * dp

@@ -23,9 +23,7 @@ from megatron_arpo.agent_tools.python import PythonTool
 from megatron_arpo.agent_tools.search import SearchTool
 from megatron_arpo.types import ToolResult
 
-needs_bwrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap"
-)
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt-get install bubblewrap")
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -333,9 +331,7 @@ except OSError as error:
 
     def test_no_call_of_many_is_lost(self):
         async def body(tool):
-            return await asyncio.gather(
-                *(tool.call(f"import time\ntime.sleep(0.05)\n{index} * 2", 60) for index in range(64))
-            )
+            return await asyncio.gather(*(tool.call(f"import time\ntime.sleep(0.05)\n{index} * 2", 60) for index in range(64)))
 
         results = use(python(max_concurrent=64), body)
         assert [(result.text, result.status) for result in results] == [(str(index * 2), "ok") for index in range(64)]
@@ -424,9 +420,7 @@ asyncio.run(main())
             time.sleep(0.05)
         assert not [pid for pid in below if Path(f"/proc/{pid}").exists()]
 
-    @pytest.mark.skipif(
-        os.getuid() != 0, reason="only root can become another user; the other tests run unprivileged already"
-    )
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; the other tests run unprivileged already")
     def test_it_works_for_an_unprivileged_user(self):
         script = """
 import asyncio

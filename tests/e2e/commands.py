@@ -22,7 +22,7 @@ class Command:
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._mark = f"MEGATRON_ARPO_TEST={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 read until the test ends
         self.process = subprocess.Popen(
             [*CLI, *arguments], cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", name: value, **environment},

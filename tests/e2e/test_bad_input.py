@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from tests.e2e.commands import run
 
 SENTENCE_WITHIN_S = 3.0

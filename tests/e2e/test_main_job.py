@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.e2e.commands import PUBLISHED_DATA, ROOT, Command, run
 
 from megatron_arpo.observe.metrics import read_metrics
 from megatron_arpo.rollout.record import read_step
+from tests.e2e.commands import PUBLISHED_DATA, ROOT, Command, run
 
 pytestmark = pytest.mark.slow
 

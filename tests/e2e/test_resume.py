@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.e2e.commands import Command, run
-from tests.unit.trees import random_tree
 
 from megatron_arpo.observe.metrics import read_metrics
 from megatron_arpo.rollout.record import write_step
+from tests.e2e.commands import Command, run
+from tests.unit.trees import random_tree
 
 pytestmark = pytest.mark.slow
 NUM_STEPS = 6

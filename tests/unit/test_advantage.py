@@ -3,9 +3,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from tests.unit.trees import random_tree, segment, tree_of
 
 from megatron_arpo.algorithm.advantage import attribute, group_advantages, leaf_weights, trained_tokens
+from tests.unit.trees import random_tree, segment, tree_of
 
 
 def test_group_advantages_by_hand() -> None:

@@ -24,9 +24,7 @@ def tokenizer():
     )
     bpe.train_from_iterator(["<think> <result>\n1\n</result> <python> so <answer></answer>"] * 20, trainer)
     bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<s>", eos_token="<|im_end|>", chat_template=TEMPLATE
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
 def test_a_prompt_is_a_plain_tuple_of_ints(tokenizer):

@@ -45,8 +45,7 @@ def calls_once(token_ids, seed):
 
 def prompts(*prompt_ids):
     return [
-        Prompt(prompt_id=prompt_id, messages=({"role": "user", "content": prompt_id},), answer=(prompt_id,))
-        for prompt_id in prompt_ids
+        Prompt(prompt_id=prompt_id, messages=({"role": "user", "content": prompt_id},), answer=(prompt_id,)) for prompt_id in prompt_ids
     ]
 
 
@@ -145,9 +144,7 @@ def test_a_broken_reward_is_raised_as_it_is():
 
 def a_tree(*scores):
     """prompt (2 tokens) -> model (3) -> tool (1) -> {model (2), model (4, cut by length)}"""
-    decision = BranchDecision(
-        initial_entropy=0.0, entropy=1.0, entropy_error=0.1, probability=0.7, drawn=0.1, num_forks=1
-    )
+    decision = BranchDecision(initial_entropy=0.0, entropy=1.0, entropy_error=0.1, probability=0.7, drawn=0.1, num_forks=1)
 
     def model(segment_id, parent_id, num_tokens, entropy, **fields):
         tokens = {

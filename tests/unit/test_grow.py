@@ -57,9 +57,7 @@ def asks(num_calls):
     def script(token_ids, seed):
         turn = CharacterCodec().decode(token_ids).count("</r>")
         salt = f"{(seed or 0) % 9973:04d}"
-        return reply(
-            f"think{salt}<t>{turn}-{salt}</t>" if turn < num_calls else f"the answer {salt}.", entropy=1.0 + turn
-        )
+        return reply(f"think{salt}<t>{turn}-{salt}</t>" if turn < num_calls else f"the answer {salt}.", entropy=1.0 + turn)
 
     return script
 
@@ -103,11 +101,7 @@ def response(tree, leaf_id):
 
 def forks(tree):
     """Segment id -> children, for the tool segments where the tree forks."""
-    return {
-        parent: children
-        for parent, children in tree.children().items()
-        if len(children) > 1 and tree.segments[parent].kind == "tool"
-    }
+    return {parent: children for parent, children in tree.children().items() if len(children) > 1 and tree.segments[parent].kind == "tool"}
 
 
 def num_fresh(tree, num_initial):
@@ -309,9 +303,7 @@ def test_call_limit_ends_the_trajectory_at_its_call():
     assert len(calls) == 4
     for leaf_id in tree.leaf_ids:
         leaf = tree.segments[leaf_id]
-        assert leaf.finish_reason == "call_limit" and response(tree, leaf_id).endswith("</t>"), (
-            "no invented end of text"
-        )
+        assert leaf.finish_reason == "call_limit" and response(tree, leaf_id).endswith("</t>"), "no invented end of text"
         assert [segment.kind for segment in tree.path(leaf_id)].count("tool") == 2
     tree = grow(engine_of(asks(9)), NoBranching(num_rollouts=1), run_tool=run_tool, max_tool_calls=0)
     assert tree.segments[tree.leaf_ids[0]].finish_reason == "call_limit" and len(calls) == 4

@@ -46,7 +46,9 @@ def test_a_shared_token_has_the_summed_loss_of_its_leaves(log_ratio: float, adva
 
     def flat(logprob: torch.Tensor) -> torch.Tensor:
         ratio = (logprob - old).exp()
-        return sum(w * clipped_loss(ratio, torch.tensor([a], dtype=torch.float64), clip).sum() for w, a in zip(weights, advantages, strict=True))
+        return sum(
+            w * clipped_loss(ratio, torch.tensor([a], dtype=torch.float64), clip).sum() for w, a in zip(weights, advantages, strict=True)
+        )
 
     positive = torch.tensor([sum(w * max(a, 0) for w, a in zip(weights, advantages, strict=True))], dtype=torch.float64)
     negative = torch.tensor([sum(w * min(a, 0) for w, a in zip(weights, advantages, strict=True))], dtype=torch.float64)

@@ -48,9 +48,7 @@ def test_no_tools_no_calls():
 
 @given(st.text(), st.text().filter(lambda code: code.strip() and "python>" not in code))
 def test_arguments_come_back_whatever_stands_before(before, code):
-    assert parse_tool_call(f"{before}<python>{code}</python>", ["python"]) == ToolCall(
-        name="python", arguments=code.strip()
-    )
+    assert parse_tool_call(f"{before}<python>{code}</python>", ["python"]) == ToolCall(name="python", arguments=code.strip())
 
 
 def test_result_in_the_published_form():

@@ -186,9 +186,7 @@ def test_counts_below_one_are_refused() -> None:
 
 def test_splits_have_their_sizes_and_no_question_twice(folder: Path) -> None:
     splits = {name: pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("train", "valid")}
-    conversations = [
-        json.loads(line)["conversations"] for line in (folder / "demonstrations.jsonl").open(encoding="utf-8")
-    ]
+    conversations = [json.loads(line)["conversations"] for line in (folder / "demonstrations.jsonl").open(encoding="utf-8")]
     assert {tuple(turn["from"] for turn in turns) for turns in conversations} == {("human", "gpt")}
     questions = {name: [row["prompt"][0]["content"] for row in rows] for name, rows in splits.items()}
     questions["demonstrations"] = [turns[0]["value"] for turns in conversations]

@@ -17,9 +17,7 @@ AWKWARD = 0.1 + 0.2
 
 
 def a_tree(prompt_id="p-1", score=1.1):
-    decision = BranchDecision(
-        initial_entropy=0.1, entropy=1 / 3, entropy_error=1e-17, probability=0.5, drawn=0.25, num_forks=1
-    )
+    decision = BranchDecision(initial_entropy=0.1, entropy=1 / 3, entropy_error=1e-17, probability=0.5, drawn=0.25, num_forks=1)
     return RolloutTree(
         prompt=Prompt(
             prompt_id=prompt_id,

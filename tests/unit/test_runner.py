@@ -64,9 +64,7 @@ def test_what_a_program_does_is_not_retried(status):
     assert tool.num_calls == 1
 
 
-@pytest.mark.parametrize(
-    "failure", [RuntimeError("died"), ConnectionError("lost"), ToolResult(text="503", status="unavailable")]
-)
+@pytest.mark.parametrize("failure", [RuntimeError("died"), ConnectionError("lost"), ToolResult(text="503", status="unavailable")])
 def test_infrastructure_is_retried(failure):
     tool = ScriptedTool(failure, failure, OK)
     running = runner(tool)
@@ -108,9 +106,7 @@ def test_no_more_calls_run_than_allowed():
     running = runner(tool, max_concurrent=3)
 
     async def many():
-        return await asyncio.gather(
-            *(running.call(ToolCall(name="python", arguments=str(index))) for index in range(12))
-        )
+        return await asyncio.gather(*(running.call(ToolCall(name="python", arguments=str(index))) for index in range(12)))
 
     assert len(asyncio.run(many())) == 12
     assert tool.most_running == 3

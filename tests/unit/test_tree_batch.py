@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.trees import flat_trees, random_tree, segment, tree_of
 
 from megatron_arpo.actor.attention import plan_runs
 from megatron_arpo.batch.tree import WeightedTree, pack_trees
 from megatron_arpo.types import NO_TARGET, PackedRow, RolloutTree
+from tests.unit.trees import flat_trees, random_tree, segment, tree_of
 
 
 def weighted(tree: RolloutTree, advantages=None, weights=None) -> WeightedTree:
@@ -98,7 +99,7 @@ def test_several_trees_share_a_row_without_seeing_each_other() -> None:
     trees = [random_tree(seed, prompt_id=str(seed)) for seed in range(4)]
     (row,) = pack_trees([weighted(tree) for tree in trees], 4096)
     starts = [query for query in range(len(row)) if visible(row, query) == [query]]
-    for first, then in zip(starts, starts[1:], strict=False):
+    for first, then in itertools.pairwise(starts):
         assert all(end <= then for end in row.subtree_end[first:then])
 
 

@@ -75,8 +75,6 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
     """One tree a leaf, with that leaf's path alone: the flat batch."""
     flat = []
     for leaf_id in tree.leaf_ids:
-        path = [
-            segment(index, index - 1, one.kind, one.token_ids, one.logprobs or None) for index, one in enumerate(tree.path(leaf_id))
-        ]
+        path = [segment(index, index - 1, one.kind, one.token_ids, one.logprobs or None) for index, one in enumerate(tree.path(leaf_id))]
         flat.append(tree_of(path, [0.0]))
     return flat
