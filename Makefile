@@ -18,7 +18,7 @@ test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
 
 test-unit: install
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m "not slow and not gpu"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit
 
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/lint-imports

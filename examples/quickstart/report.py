@@ -15,6 +15,7 @@ def quickstart_table(folder: Path, seconds: dict[str, float], peak_bytes: int) -
     train = [row for row in rows if row["phase"] == "train"]
     sync = [row for row in rows if row["phase"] == "sync"]
     evals = [row for row in rows if row["phase"] == "eval"]
+    saves = [row for row in rows if row["phase"] == "checkpoint"]
     bare = [row for row in rows if row["phase"] == "eval_without_tools"]
 
     def pair(title: str, name: str, found: list[dict]) -> str:
@@ -34,7 +35,7 @@ def quickstart_table(folder: Path, seconds: dict[str, float], peak_bytes: int) -
         pair("reward with the tool switched off", "reward", bare),
         "",
         f"  training steps {len(train)}, forks {sum(row['num_forks'] for row in train):.0f}, "
-        f"tool calls {sum(row['tool_calls_per_trajectory'] * row['num_leaves'] for row in train):.0f}",
+        f"tool calls {sum(row['tools/python/calls'] for row in train):.0f}",
         f"  SFT {statistics.median(row['tokens_per_second'] for row in sft):.0f} tokens/s, "
         f"rollout {statistics.median(row['tokens_per_second/rollout'] for row in train):.0f} sampled tokens/s, "
         f"update {statistics.median(row['tokens_per_second/update'] for row in train):.0f} trained tokens/s (medians over steps)",
@@ -43,7 +44,8 @@ def quickstart_table(folder: Path, seconds: dict[str, float], peak_bytes: int) -
         "  seconds: "
         + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
         + " (of which "
-        + ", ".join(f"{name} {phase_seconds(name):.0f}" for name in ("rollout", "update", "sync", "eval", "checkpoint"))
+        + ", ".join(f"{name} {phase_seconds(name):.0f}" for name in ("rollout", "update", "sync", "eval"))
+        + f", checkpoint {sum(row['seconds'] for row in saves):.0f}"
         + f"), in all {sum(seconds.values()):.0f}; peak memory {peak_bytes / 2**30:.1f} GiB",
         f"  run folder: {folder}  (model in {folder}/arpo/hf)",
     ]

@@ -10,7 +10,10 @@ from pathlib import Path
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl. Rows are {"phase": "train" | "eval" | "sft" | "sync", "step": int, "time": unix seconds, ...}."""
+    """Appends to metrics.jsonl rows {"phase": str, "step": int, "time": unix seconds, ...}.
+
+    Phases: train, eval, eval_without_tools, sft, sync, checkpoint.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

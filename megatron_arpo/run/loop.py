@@ -62,7 +62,8 @@ class _Training:
         config = self._config
         if config.run.replay is None:
             self._push_weights([])
-            self._evaluate(first=self._state.step == 0)
+            if self._state.step == 0:
+                self._evaluate(first=True)
         with progress("training", config.run.num_steps, self._state.step) as bar:
             while self._state.step < config.run.num_steps:
                 bar.advance(self._step())
@@ -98,15 +99,14 @@ class _Training:
         if config.run.replay is None and (last or (config.eval.every_steps and step % config.eval.every_steps == 0)):
             with self._timed("eval"):
                 self._evaluate(first=False)
-        if not last and step % config.run.save_every_steps == 0:
-            with self._timed("checkpoint"):
-                self._save()
         self._seconds["step"] = time.perf_counter() - started
         metrics |= {f"seconds/{name}": round(value, 4) for name, value in self._seconds.items()}
         sampled_tokens = sum(len(segment.token_ids) for tree in trees for segment in tree.model_segments())
         metrics["tokens_per_second/rollout"] = sampled_tokens / self._seconds["rollout"]
         metrics["tokens_per_second/update"] = metrics.get("actor/tokens", 0.0) / self._seconds["update"]
         self._folder.metrics.write("train", step, metrics)
+        if not last and step % config.run.save_every_steps == 0:
+            self._save()  # behind the metrics: what a checkpoint has seen is written down
         return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['num_forks']:.0f}  {self._seconds['step']:.1f} s"
 
     def _collect(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutTree], dict[str, float]]:
@@ -156,6 +156,7 @@ class _Training:
             evaluation(with_tools=False)
 
     def _save(self) -> None:
+        started = time.perf_counter()
         self._folder.save_checkpoint(
             self._state,
             self._architecture,
@@ -163,6 +164,7 @@ class _Training:
             write_weights=lambda path: self._cluster.on_actors("save", path),
             keep=self._config.run.keep_checkpoints,
         )
+        self._folder.metrics.write("checkpoint", self._state.step, {"seconds": round(time.perf_counter() - started, 4)})
 
     @contextmanager
     def _timed(self, phase: str):
