@@ -3,24 +3,27 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' ||
-    { echo "install: $python is older than 3.11; set PYTHON=python3.11" >&2; exit 2; }
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
+    { echo "install: the pinned packages are for Python 3.11, $python is another; set PYTHON=python3.11" >&2; exit 2; }
 
-if ! command -v bwrap >/dev/null; then
-    if [ "$(id -u)" = 0 ]; then
-        echo "install: bubblewrap (the sandbox of the <python> tool)"
-        apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null
-    else
-        echo "install: bubblewrap is missing; run 'sudo apt-get install bubblewrap' and start again" >&2
+missing=()
+command -v bwrap >/dev/null || missing+=(bubblewrap)               # the sandbox of the <python> tool
+ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)       # vLLM's CPU kernels link it
+"$python" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+if [ ${#missing[@]} -gt 0 ]; then
+    if [ "$(id -u)" != 0 ]; then
+        echo "install: run 'sudo apt-get install ${missing[*]}' and start again" >&2
         exit 2
     fi
+    echo "install: ${missing[*]}"
+    apt-get update -qq && apt-get install -y -qq "${missing[@]}" >/dev/null
 fi
 
 wanted=$(cat constraints/cpu.txt tools/install_cpu.sh setup.py | sha256sum)
 [ "$(cat .venv/.installed 2>/dev/null)" = "$wanted" ] && exit 0
 
 echo "install: making .venv"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
 "${pip[@]}" pip==25.3
 echo "install: PyTorch 2.13.0, CPU build"

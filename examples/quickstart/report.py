@@ -38,7 +38,7 @@ def quickstart_table(folder: Path, seconds: dict[str, float], peak_bytes: int) -
         f"tool calls {sum(row['tools/python/calls'] for row in train):.0f}",
         f"  SFT {statistics.median(row['tokens_per_second'] for row in sft):.0f} tokens/s, "
         f"rollout {statistics.median(row['tokens_per_second/rollout'] for row in train):.0f} sampled tokens/s, "
-        f"update {statistics.median(row['tokens_per_second/update'] for row in train):.0f} trained tokens/s (medians over steps)",
+        f"update {statistics.median(row['tokens_per_second/update'] for row in train):.0f} computed tokens/s (medians over steps)",
         f"  largest log-prob difference of actor and engine after a sync: {max(row['logprob_diff_max'] for row in sync):.2g} "
         f"over {len(sync)} syncs",
         "  seconds: "

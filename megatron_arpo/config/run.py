@@ -78,4 +78,8 @@ class RunConfig(Settings):
             raise ValueError(
                 "rollout.sampling.temperature=0 samples the same trajectory every time; use a positive temperature, 1.0 by default"
             )
+        if self.rollout.sampling.top_p != 1:
+            raise ValueError(
+                f"rollout.sampling.top_p={self.rollout.sampling.top_p} samples from another distribution than the one trained; use 1"
+            )
         return self

@@ -10,7 +10,7 @@ from megatron_arpo.config.base import Settings
 
 
 class WeightSettings(Settings):
-    verify: Literal["off", "checksum", "logprob"] = "logprob"
+    verify: Literal["checksum", "logprob"] = "logprob"
     """checksum: every tensor's bytes; logprob: that, and after each sync both sides score the same tokens."""
 
     verify_sequences: int = Field(default=8, ge=1)

@@ -39,6 +39,8 @@ def evaluate(
 
 def evaluate_model(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet]) -> None:
     """`megatron-arpo eval`: the model of model.path on data.valid, with tools and, by eval.without_tools, without."""
+    if folder.checkpoints():
+        raise ValueError(f"run.dir={folder.path} holds a training run; give eval a run.dir of its own")
     prompts = drop_long(found, config).valid
     folder.write_config(config)
     with Cluster(config, num_updates=0, with_engine=True, with_actor=False) as cluster:
@@ -53,7 +55,7 @@ def evaluation_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
     """reward: mean score. pass@1: share with a score of at least 1. accuracy_well_formed: pass@1 among the trajectories whose
     format is right. tool_share: share that called a tool. tool_calls: calls a trajectory."""
     scores = [reward.score for tree in trees for reward in tree.rewards]
-    well_formed = [score for tree in trees for score in (reward.score for reward in tree.rewards) if score >= 0]
+    well_formed = [reward.score for tree in trees for reward in tree.rewards if reward.parts.get("format", 1.0) > 0]
     calls = [sum(segment.kind == "tool" for segment in tree.path(leaf_id)) for tree in trees for leaf_id in tree.leaf_ids]
     return {
         "num_prompts": float(len(trees)),

@@ -61,14 +61,30 @@ class RunFolder:
         os.replace(aside, self.path / "config.yaml")
 
     def checkpoints(self) -> list[Path]:
-        """Finished checkpoints, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step_*"))
+        """Finished checkpoints, oldest first. A folder without its state is the rest of one that was being removed."""
+        return sorted(one.parent for one in (self.path / "checkpoints").glob(f"step_*/{_STATE_FILE}"))
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(self.checkpoints()), None)
 
+    def starting_point(self, command: str, config: RunConfig, architecture: Architecture) -> tuple[Path | None, RunState]:
+        """The newest checkpoint of this `command` and its state, or None and the state of a run that begins. Raises ValueError
+        where the folder belongs to another command, seed or architecture, or `run.resume` is false."""
+        checkpoint = self.newest_checkpoint()
+        if checkpoint is None:
+            return None, RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
+        if not config.run.resume:
+            raise ValueError(f"run.dir={self.path} holds {checkpoint.name} and run.resume is false; choose another run.dir")
+        state, written_by, trained = read_state(checkpoint)
+        if written_by != command:
+            raise ValueError(f"run.dir={self.path} holds a run of '{written_by}', not of '{command}'; choose another run.dir")
+        check_architecture(checkpoint, trained, architecture)
+        if state.seed != config.run.seed:
+            raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {state.seed}; use that or another run.dir")
+        return checkpoint, state
+
     def save_checkpoint(
-        self, state: RunState, architecture: Architecture, model_path: Path, write_weights: Callable[[Path], None], keep: int
+        self, command: str, state: RunState, architecture: Architecture, model_path: Path, write_weights: Callable[[Path], None], keep: int
     ) -> Path:
         """`write_weights` fills the folder it is given. Written aside and renamed: a crash or a full disk leaves the older
         checkpoints as they were. Raises ValueError where the disk has no room."""
@@ -81,7 +97,7 @@ class RunFolder:
             (aside / "hf").mkdir()
             copy_hf_files(model_path, aside / "hf")
             write_weights(aside / "weights")
-            values = {"run": dataclasses.asdict(state), "architecture": dataclasses.asdict(architecture)}
+            values = {"command": command, "run": dataclasses.asdict(state), "architecture": dataclasses.asdict(architecture)}
             (aside / _STATE_FILE).write_text(json.dumps(values, indent=1))
             _sync_to_disk(aside)
         except BaseException as error:
@@ -93,20 +109,27 @@ class RunFolder:
                     f"older checkpoints are whole. Free space and start the same command again"
                 ) from error
             raise
-        shutil.rmtree(target, ignore_errors=True)
+        _remove_checkpoint(target)
         aside.rename(target)
+        _sync(parent)
         for old in self.checkpoints()[:-keep]:
-            shutil.rmtree(old)
+            _remove_checkpoint(old)
         return target
 
 
-def read_state(checkpoint: Path) -> tuple[RunState, dict[str, Any]]:
-    """(state, architecture as a dict). Raises ValueError where `checkpoint` is none."""
+def _remove_checkpoint(folder: Path) -> None:
+    """Its state first: what a kill leaves of the rest is then no checkpoint."""
+    (folder / _STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> tuple[RunState, str, dict[str, Any]]:
+    """(state, the command that wrote it, architecture as a dict). Raises ValueError where `checkpoint` is none."""
     path = checkpoint / _STATE_FILE
     try:
         values = json.loads(path.read_text())
         run = values["run"]
-        return RunState(**{**run, "cursor": tuple(run["cursor"])}), values["architecture"]
+        return RunState(**{**run, "cursor": tuple(run["cursor"])}), values["command"], values["architecture"]
     except OSError as error:
         raise ValueError(f"{checkpoint}: not a checkpoint ({path.name}: {error.strerror}); give a checkpoints/step_* folder") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -125,8 +148,12 @@ def check_architecture(checkpoint: Path, found: dict[str, Any], expected: Archit
 
 def _sync_to_disk(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,29 +19,26 @@ from megatron_arpo.rollout.metrics import rollout_metrics
 from megatron_arpo.rollout.record import read_step, write_step
 from megatron_arpo.run.evaluate import evaluate
 from megatron_arpo.run.export import export_hf
-from megatron_arpo.run.folder import RunFolder, check_architecture, read_state
+from megatron_arpo.run.folder import RunFolder
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.prompts import Datasets, drop_long
 from megatron_arpo.run.step_batch import make_batch
 from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import Prompt, RolloutTree, RunState
 
+COMMAND = "train"
+
 
 def train(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet], architecture: Architecture) -> None:
     """Trains to `run.num_steps`, from the newest checkpoint where there is one."""
-    checkpoint = folder.newest_checkpoint()
-    if checkpoint is not None and not config.run.resume:
-        raise ValueError(f"run.dir={folder.path} holds {checkpoint.name} and run.resume is false; choose another run.dir")
-    state = RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
+    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
+    if config.run.replay is not None:
+        _check_replay(config, state.step)
     if checkpoint is not None:
-        state, trained = read_state(checkpoint)
-        check_architecture(checkpoint, trained, architecture)
-        if state.seed != config.run.seed:
-            raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {state.seed}; use that or another run.dir")
         say(f"resuming from {checkpoint} (step {state.step} of {config.run.num_steps})")
     data = drop_long(found, config)
     folder.write_config(config)
-    folder.metrics.drop_after(state.step)
+    folder.metrics.drop_after(state.step if checkpoint else -1)
     updates_a_step = config.rollout.prompts_per_step // config.actor.mini_batch_prompts
     with Cluster(config, config.run.num_steps * updates_a_step, with_engine=config.run.replay is None) as cluster:
         if checkpoint is not None:
@@ -61,13 +58,16 @@ class _Training:
     def run(self) -> None:
         config = self._config
         if config.run.replay is None:
-            self._push_weights([])
+            values = self._push_weights([])
             if self._state.step == 0:
+                self._folder.metrics.write("sync", 0, values)
                 self._evaluate(first=True)
         with progress("training", config.run.num_steps, self._state.step) as bar:
             while self._state.step < config.run.num_steps:
                 bar.advance(self._step())
-        self._save()
+        newest = self._folder.newest_checkpoint()
+        if newest is None or newest.name != f"step_{self._state.step:06d}":
+            self._save()
         export_hf(self._sync, config.model.path, self._folder.hf)
         say(f"model in {self._folder.hf}")
 
@@ -94,6 +94,7 @@ class _Training:
         if config.run.replay is None and updates:
             with self._timed("sync"):
                 sync = self._push_weights(trees)
+                self._folder.metrics.write("sync", step, sync)
             metrics |= {f"sync/{name}": value for name, value in sync.items()}
         last = step == config.run.num_steps
         if config.run.replay is None and (last or (config.eval.every_steps and step % config.eval.every_steps == 0)):
@@ -103,7 +104,7 @@ class _Training:
         metrics |= {f"seconds/{name}": round(value, 4) for name, value in self._seconds.items()}
         sampled_tokens = sum(len(segment.token_ids) for tree in trees for segment in tree.model_segments())
         metrics["tokens_per_second/rollout"] = sampled_tokens / self._seconds["rollout"]
-        metrics["tokens_per_second/update"] = metrics.get("actor/tokens", 0.0) / self._seconds["update"]
+        metrics["tokens_per_second/update"] = metrics.get("actor/row_tokens", 0.0) / self._seconds["update"]
         self._folder.metrics.write("train", step, metrics)
         if not last and step % config.run.save_every_steps == 0:
             self._save()  # behind the metrics: what a checkpoint has seen is written down
@@ -116,6 +117,10 @@ class _Training:
         tools: dict[str, float] = {}
         if config.run.replay is not None:
             trees = read_step(config.run.replay / file.name)
+            if len(trees) != len(prompts):
+                raise ValueError(
+                    f"run.replay={config.run.replay}: {file.name} has {len(trees)} trees, rollout.prompts_per_step={len(prompts)}"
+                )
         else:
             sampling = SamplingSettings(temperature=config.rollout.sampling.temperature, top_p=config.rollout.sampling.top_p)
             trees, tools = self._cluster.on_engine("collect", prompts, branching_of(config), sampling, _step_seed(config.run.seed, step))
@@ -136,9 +141,7 @@ class _Training:
         sequences = [
             [*tree.segments[0].token_ids, *tree.response_token_ids(tree.leaf_ids[0])] for tree in trees
         ] or self._prompt_sequences()
-        values = self._sync.push(self._state.weight_version, sequences)
-        self._folder.metrics.write("sync", self._state.step, values)
-        return values
+        return self._sync.push(self._state.weight_version, sequences)
 
     def _prompt_sequences(self) -> list[list[int]]:
         """Before the first rollout there are no trajectories to compare on: prompts serve."""
@@ -158,6 +161,7 @@ class _Training:
     def _save(self) -> None:
         started = time.perf_counter()
         self._folder.save_checkpoint(
+            COMMAND,
             self._state,
             self._architecture,
             self._config.model.path,
@@ -179,6 +183,12 @@ def branching_of(config: RunConfig) -> ArpoBranching | NoBranching:
             return ArpoBranching(**arpo.model_dump(exclude={"kind"}))
         case GrpoRollout() as grpo:
             return NoBranching(num_rollouts=grpo.num_rollouts)
+
+
+def _check_replay(config: RunConfig, step: int) -> None:
+    for missing in range(step + 1, config.run.num_steps + 1):
+        if not (config.run.replay / f"step_{missing:06d}.jsonl").exists():
+            raise ValueError(f"run.replay={config.run.replay}: step_{missing:06d}.jsonl is missing; lower run.num_steps to {missing - 1}")
 
 
 def _step_seed(seed: int, step: int) -> int:

@@ -88,6 +88,7 @@ class Cluster:
                 file.write(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
         ray.init(
+            address="local",
             num_cpus=self._config.actor.layout.world_size + 1,  # slots, not cores: ranks share the cores of a small machine
             include_dashboard=False,
             object_store_memory=512 * 2**20,

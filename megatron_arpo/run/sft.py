@@ -17,11 +17,12 @@ from megatron_arpo.data.demonstrations import Demonstration
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.progress import progress, say
 from megatron_arpo.run.export import export_hf
-from megatron_arpo.run.folder import RunFolder, check_architecture, read_state
+from megatron_arpo.run.folder import RunFolder
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.weight_sync import WeightSync
-from megatron_arpo.types import PackedRow, RunState
+from megatron_arpo.types import PackedRow
 
+COMMAND = "sft"
 Encoded = tuple[Sequence[int], Sequence[int]]
 """(token ids, loss mask)"""
 
@@ -32,14 +33,11 @@ def fine_tune(config: RunConfig, folder: RunFolder, demonstrations: Sequence[Dem
     sequences = _encode(demonstrations, config)
     updates_an_epoch = max(1, len(sequences) // sft.batch_size)
     num_updates = updates_an_epoch * sft.num_epochs
-    state = RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
-    checkpoint = folder.newest_checkpoint()
+    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
     if checkpoint is not None:
-        state, trained = read_state(checkpoint)
-        check_architecture(checkpoint, trained, architecture)
         say(f"resuming from {checkpoint} (update {state.step} of {num_updates})")
     folder.write_config(config)
-    folder.metrics.drop_after(state.step)
+    folder.metrics.drop_after(state.step if checkpoint else -1)
     warmup = {"warmup_updates": round(sft.warmup_fraction * num_updates)}
     actor = config.actor.model_copy(update={"optimizer": config.actor.optimizer.model_copy(update=warmup)})
     config = config.model_copy(update={"actor": actor})
@@ -65,6 +63,7 @@ def fine_tune(config: RunConfig, folder: RunFolder, demonstrations: Sequence[Dem
             bar.advance(f"loss {sums['loss']:.3f}  {values['tokens_per_second']:.0f} tokens/s")
             if state.step % config.run.save_every_steps == 0 or state.step == num_updates:
                 folder.save_checkpoint(
+                    COMMAND,
                     state,
                     architecture,
                     config.model.path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -15,6 +16,7 @@ from megatron_arpo.run.placement import Cluster, first_result
 from megatron_arpo.types import WeightManifest
 
 _SHARED_MEMORY = Path("/dev/shm")
+_FILE_PREFIX = "megatron-arpo-"
 _MAX_VERIFY_TOKENS = 1024
 
 
@@ -29,6 +31,7 @@ class WeightSync:
         self._cluster = cluster
         self._weights = weights
         self._dtype = model.dtype
+        _sweep()
         shapes = [shape for rank in cluster.on_actors("weight_shapes") for shape in rank]
         self._places: tuple[TensorPlace, ...] = lay_out(shapes)
 
@@ -48,15 +51,19 @@ class WeightSync:
 
     def write(self, version: int, folder: Path = _SHARED_MEMORY) -> tuple[Path, WeightManifest]:
         """All weights in one new file of `folder`, which the caller removes."""
-        path = folder / f"megatron-arpo-{os.getpid()}-v{version}"
+        path = folder / f"{_FILE_PREFIX}{os.getpid()}-v{version}"
         try:
             with open(path, "wb") as file:
-                file.truncate(buffer_bytes(self._places))
+                os.posix_fallocate(file.fileno(), 0, buffer_bytes(self._places))
             checksums: dict[str, int] = {}
             for rank in self._cluster.on_actors("write_weights", path, self._places):
                 checksums.update(rank)
-        except BaseException:
+        except BaseException as error:
             path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise ValueError(
+                    f"{folder} has no room for {buffer_bytes(self._places)} bytes of weights; make it larger (in a container: --shm-size)"
+                ) from error
             raise
         return path, manifest_of(self._places, checksums, version)
 
@@ -65,6 +72,8 @@ class WeightSync:
         actor = first_result(self._cluster.on_actors("score", scored))
         engine = self._cluster.on_engine("score", scored)
         differences = [abs(a - e) for mine, theirs in zip(actor, engine, strict=True) for a, e in zip(mine, theirs, strict=True)]
+        if not all(map(math.isfinite, differences)):
+            raise WeightMismatch(f"weights version {version}: a log-prob of actor or engine is not a finite number")
         largest, mean = max(differences), math.fsum(differences) / len(differences)
         exact = self._dtype == "float32"
         measured, bound = (largest, self._weights.max_logprob_diff) if exact else (mean, self._weights.mean_logprob_diff)
@@ -75,3 +84,10 @@ class WeightSync:
                 f"serve the actor's weights"
             )
         return {"logprob_diff_max": largest, "logprob_diff_mean": mean}
+
+
+def _sweep() -> None:
+    """Removes weight files of runs that were killed while they wrote one."""
+    for path in _SHARED_MEMORY.glob(f"{_FILE_PREFIX}*-v*"):
+        if not Path(f"/proc/{path.name.removeprefix(_FILE_PREFIX).partition('-')[0]}").exists():
+            path.unlink(missing_ok=True)

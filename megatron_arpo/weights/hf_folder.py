@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 _HF_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-             "special_tokens_map.json", "vocab.json", "merges.txt", "added_tokens.json")  # fmt: skip
+             "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json")  # fmt: skip
 
 
 def write_hf_folder(target: Path, tensors: Mapping[str, torch.Tensor], copy_files: Callable[[Path], None]) -> None:

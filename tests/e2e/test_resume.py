@@ -95,6 +95,19 @@ def test_killed_at_random_moments(task: Path, recorded: Path, undisturbed: Path,
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1)), "no step twice, none lost"
 
 
+def test_a_replay_that_is_too_short_is_refused(task: Path, recorded: Path, tmp_path: Path) -> None:
+    code, output = run("train", str(config_file(task, recorded, tmp_path, tp=1)), "run.num_steps=9")
+    assert code == 2 and "step_000007.jsonl is missing; lower run.num_steps to 6" in output
+
+
+def test_a_finished_run_started_again_changes_nothing(task: Path, recorded: Path, undisturbed: Path) -> None:
+    checkpoint = undisturbed / "run/checkpoints/step_000006/state.json"
+    before, written = weights(undisturbed), checkpoint.stat().st_mtime_ns
+    code, output = run("train", str(config_file(task, recorded, undisturbed, tp=2)))
+    assert code == 0, output
+    assert weights(undisturbed) == before and checkpoint.stat().st_mtime_ns == written
+
+
 def test_a_checkpoint_goes_on_in_another_layout(task: Path, recorded: Path, undisturbed: Path, tmp_path: Path) -> None:
     import shutil
 

@@ -49,6 +49,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (MINIMAL, "actor.mini_batch_prompts=48", "actor.mini_batch_prompts=48 must divide rollout.prompts_per_step=128"),
         (MINIMAL, "engine.max_model_len=100", "engine.max_model_len=100 is less than"),
         (MINIMAL, "rollout.sampling.temperature=0", "use a positive temperature"),
+        (MINIMAL, "rollout.sampling.top_p=0.9", "samples from another distribution"),
         (MINIMAL, "no_value", "must have the form section.key=value"),
         ("run: {dir: x}\n", "", "model is missing; add it"),
         ("run: [", "", "not valid YAML"),

@@ -83,6 +83,24 @@ def test_not_a_number_is_a_mismatch() -> None:
         sync_of(TwoSides(engine_error=float("nan"))).push(1, [[1, 2]])
 
 
+def test_one_score_that_is_not_a_number_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = TwoSides()
+    monkeypatch.setattr(sides, "on_engine", lambda method, *_: [[-1.0, float("nan")]] if method == "score" else None)
+    with pytest.raises(WeightMismatch, match="not a finite number"):
+        sync_of(sides).push(1, [[1, 2, 3]])
+
+
+def test_files_of_dead_runs_are_swept() -> None:
+    left, alive = Path("/dev/shm/megatron-arpo-4194999-v3"), Path("/dev/shm/megatron-arpo-1-v3")
+    left.touch()
+    alive.touch()
+    try:
+        sync_of(TwoSides())
+        assert not left.exists() and alive.exists()
+    finally:
+        alive.unlink()
+
+
 def test_a_changed_byte_is_found() -> None:
     sides = TwoSides()
     path, manifest = sync_of(sides).write(1)
