@@ -84,6 +84,8 @@ def _sentence(problem: Mapping[str, Any]) -> str:
         return f"unknown key {field!r}{_nearest(where)}"
     if problem["type"] == "missing":
         return f"{field} is missing; add it"
+    if problem["type"] == "union_tag_not_found":
+        return f"{field}.kind is missing; use one of {', '.join(_VARIANTS)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{field}: {message}" if field else message
