@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # what Megatron says of every optional package on import; Transformer Engine and Apex speed a GPU run up and are not needed on CPU
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started us in the background, deaf to it
     try:
         options.command(options)
     except ValueError as error:

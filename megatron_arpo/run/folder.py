@@ -20,6 +20,7 @@ from megatron_arpo.types import RunState
 from megatron_arpo.weights.hf_folder import copy_hf_files
 
 _STATE_FILE = "state.json"
+_DISK_FULL_BYTES = 2**22
 
 
 class RunFolder:
@@ -103,7 +104,8 @@ class RunFolder:
         except BaseException as error:
             free = shutil.disk_usage(parent).free
             shutil.rmtree(aside, ignore_errors=True)
-            if isinstance(error, Exception) and "No space left" in "".join(traceback.format_exception(error)):
+            text = "".join(traceback.format_exception(error))  # Megatron's writer does not always hand the reason on
+            if isinstance(error, Exception) and ("No space left" in text or free < _DISK_FULL_BYTES):
                 raise ValueError(
                     f"run.dir={self.path}: the disk is full ({free >> 20} MiB free), checkpoint of step {state.step} was not written; "
                     f"older checkpoints are whole. Free space and start the same command again"
