@@ -20,7 +20,6 @@ from megatron_arpo.types import RunState
 from megatron_arpo.weights.hf_folder import copy_hf_files
 
 _STATE_FILE = "state.json"
-_DISK_FULL_BYTES = 2**22
 
 
 class RunFolder:
@@ -84,6 +83,11 @@ class RunFolder:
             raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {state.seed}; use that or another run.dir")
         return checkpoint, state
 
+    def _checkpoint_bytes(self) -> int:
+        """Size of the newest checkpoint; 0 without one."""
+        newest = self.newest_checkpoint()
+        return sum(one.stat().st_size for one in newest.rglob("*") if one.is_file()) if newest else 0
+
     def save_checkpoint(
         self, command: str, state: RunState, architecture: Architecture, model_path: Path, write_weights: Callable[[Path], None], keep: int
     ) -> Path:
@@ -105,7 +109,7 @@ class RunFolder:
             free = shutil.disk_usage(parent).free
             shutil.rmtree(aside, ignore_errors=True)
             text = "".join(traceback.format_exception(error))  # Megatron's writer does not always hand the reason on
-            if isinstance(error, Exception) and ("No space left" in text or free < _DISK_FULL_BYTES):
+            if isinstance(error, Exception) and ("No space left" in text or free < self._checkpoint_bytes()):
                 raise ValueError(
                     f"run.dir={self.path}: the disk is full ({free >> 20} MiB free), checkpoint of step {state.step} was not written; "
                     f"older checkpoints are whole. Free space and start the same command again"
