@@ -108,8 +108,8 @@ class RunFolder:
         except BaseException as error:
             free = shutil.disk_usage(parent).free
             shutil.rmtree(aside, ignore_errors=True)
-            text = "".join(traceback.format_exception(error))  # Megatron's writer does not always hand the reason on
-            if isinstance(error, Exception) and ("No space left" in text or free < self._checkpoint_bytes()):
+            text = "".join(traceback.format_exception(error))  # torch's CheckpointException is no Exception, and may lack the reason
+            if not isinstance(error, KeyboardInterrupt) and ("No space left" in text or free < self._checkpoint_bytes()):
                 raise ValueError(
                     f"run.dir={self.path}: the disk is full ({free >> 20} MiB free), checkpoint of step {state.step} was not written; "
                     f"older checkpoints are whole. Free space and start the same command again"
