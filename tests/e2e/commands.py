@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -19,13 +20,14 @@ PUBLISHED_DATA = Path(os.environ.get("MEGATRON_ARPO_TEST_DATA", ROOT.parent / "s
 class Command:
     """A started command; everything it starts carries a mark in its environment, by which it can be found."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, deaf_to_sigint: bool = False, **environment: str) -> None:
         self._mark = f"MEGATRON_ARPO_TEST={uuid.uuid4().hex}"
         name, value = self._mark.split("=")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 read until the test ends
         self.process = subprocess.Popen(
             [*CLI, *arguments], cwd=ROOT, text=True, start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1", name: value, **environment},
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN if deaf_to_sigint else signal.SIG_DFL),
         )  # fmt: skip
 
     def read(self) -> str:

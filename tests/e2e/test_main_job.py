@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -105,16 +106,27 @@ def test_eval_of_an_exported_model(task: Path, fine_tuned: Path, tmp_path: Path)
     assert bare["phase"] == "eval_without_tools" and bare["tool_calls"] == 0
 
 
-@pytest.mark.parametrize("moment", ["training 1/", "train: "], ids=["while training", "while starting"])
-def test_ctrl_c(task: Path, fine_tuned: Path, tmp_path: Path, moment: str) -> None:
-    """Ends within 10 s and leaves no process, no shared memory and no half checkpoint."""
+@pytest.mark.parametrize(
+    ("moment", "pressed_in"),
+    [("training 1/", "terminal"), ("train: ", "terminal"), ("training 1/", "background")],
+    ids=["while training", "while starting", "in the background"],
+)
+def test_ctrl_c(task: Path, fine_tuned: Path, tmp_path: Path, moment: str, pressed_in: str) -> None:
+    """Ends within 10 s and leaves no process, no shared memory and no half checkpoint.
+
+    A terminal sends SIGINT to every process of the group; a script's background job is started deaf to it and gets it alone.
+    """
     shared = {one.name for one in Path("/dev/shm").iterdir()}
-    command = Command("train", *settings(task, tmp_path), f"model.path={fine_tuned}", "run.num_steps=1000")
+    overrides = (f"model.path={fine_tuned}", "run.num_steps=1000")
+    command = Command("train", *settings(task, tmp_path), *overrides, deaf_to_sigint=pressed_in == "background")
     try:
         command.wait_for(moment)
         time.sleep(1.0)
         pressed = time.monotonic()
-        command.process.send_signal(signal.SIGINT)
+        if pressed_in == "terminal":
+            os.killpg(command.process.pid, signal.SIGINT)
+        else:
+            command.process.send_signal(signal.SIGINT)
         assert command.finish(timeout_s=20) == 130, command.output
         assert time.monotonic() - pressed < 10.0
         assert "interrupted" in command.output and "Traceback" not in command.output
