@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
@@ -62,12 +63,21 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", type=Path, metavar="SRC", help="run folder or checkpoints/step_* folder")
     convert.add_argument("target", type=Path, metavar="DST", help="new folder")
     convert.set_defaults(command=_convert)
+    bench = commands.add_parser("bench", help="measure and compare", description="Measure and compare, side by side in one run.")
+    bench.add_argument("name", choices=sorted(_BENCHES), metavar="NAME", help=", ".join(sorted(_BENCHES)))
+    bench.add_argument("--quick", action="store_true", help="smaller sizes; ends within 120 s on two cores")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    bench.set_defaults(command=_bench)
     score = commands.add_parser("score", help="score solutions in a jsonl file", description="Score solutions in a jsonl file.")
     score.add_argument("--reward", required=True, metavar="NAME", help="deep_research, math, qa, or pkg.module:function")
     score.add_argument("source", type=Path, metavar="IN.jsonl", help='rows {"solution": str, "answer": str | [str]}')
     score.add_argument("target", type=Path, metavar="OUT.jsonl", help="the same rows with score and reason")
     score.set_defaults(command=_score)
     return parser
+
+
+_BENCHES = {"data": "megatron_arpo.bench.data"}
+"""Name -> module with `measure(quick: bool) -> BenchReport`."""
 
 
 def _load(options: argparse.Namespace) -> RunConfig:
@@ -155,6 +165,15 @@ def _score(options: argparse.Namespace) -> None:
 
     summary = score_file(options.reward, options.source, options.target)
     print(f"{summary.num_rows} rows, mean score {summary.mean:.4f}, in {options.target}")
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from megatron_arpo.bench.report import show, write_json
+
+    report = importlib.import_module(_BENCHES[options.name]).measure(options.quick)
+    show(report)
+    if options.json is not None:
+        write_json(report, options.json)
 
 
 if __name__ == "__main__":
