@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_BENCHES = {"data": "megatron_arpo.bench.data"}
+_BENCHES = {"actor-tree": "megatron_arpo.bench.actor_tree", "data": "megatron_arpo.bench.data"}
 """Name -> module with `measure(quick: bool) -> BenchReport`."""
 
 
@@ -101,7 +101,7 @@ def _check_inputs(config: RunConfig) -> Architecture:
     from megatron_arpo.reward.base import get_reward
 
     architecture = read_architecture(config.model.path)
-    architecture.check_layout(config.actor.layout.tp, config.actor.layout.pp)
+    architecture.check_layout(config.actor.layout)
     get_reward(config.reward)
     check_tools(config.tools)
     return architecture

@@ -5,7 +5,8 @@ Plain frozen dataclasses on the standard library alone, so that reading a run ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -229,40 +230,47 @@ class PackedRow:
     subtree_end[k] is one past the last token below k: query q sees key k iff k <= q < subtree_end[k]. `positions` are depths.
     `targets` holds the next token of the path, or NO_TARGET. The rest describes the target and is 0 where it is not trained:
     `advantage_pos` and `advantage_neg` are sum w_i max(A_i, 0) and sum w_i min(A_i, 0) over the leaves i through it, `weight` is
-    sum w_i, `multiplicity` counts those leaves, `rollout_logprobs` is the engine's log-prob.
+    sum w_i, `multiplicity` counts those leaves, `rollout_logprobs` is the engine's log-prob. Arrays of "i" and "d", since a step
+    has millions of tokens.
 
     Example: prompt (1, 2) with leaves (3,) and (4,) has token_ids (1, 2, 3, 2, 4), positions (0, 1, 2, 1, 2), subtree_end
     (5, 3, 3, 5, 5) and targets (NO_TARGET, 3, NO_TARGET, 4, NO_TARGET): the token before a fork is copied into each child.
     """
 
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
-    subtree_end: tuple[int, ...]
-    targets: tuple[int, ...]
-    advantage_pos: tuple[float, ...]
-    advantage_neg: tuple[float, ...]
-    weight: tuple[float, ...]
-    multiplicity: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    token_ids: array[int]
+    positions: array[int]
+    subtree_end: array[int]
+    targets: array[int]
+    advantage_pos: array[float]
+    advantage_neg: array[float]
+    weight: array[float]
+    multiplicity: array[int]
+    rollout_logprobs: array[float]
 
     def __post_init__(self) -> None:
         _require_equal_lengths("PackedRow", **{name: len(getattr(self, name)) for name in self.__slots__})
 
+    @classmethod
+    def of(cls, **values: Iterable[float]) -> PackedRow:
+        """From any sequences, by field."""
+        return cls(**{name: array(_ROW_TYPES[name], values[name]) for name in cls.__slots__})
+
+    @classmethod
+    def empty(cls) -> PackedRow:
+        """A row to be filled by its writer."""
+        return cls.of(**dict.fromkeys(cls.__slots__, ()))
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_keys(self) -> int:
+        """Keys seen, over all tokens: what attention costs."""
+        return sum(self.positions) + len(self)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelLayout:
-    """How the actor's processes split the model. Example: ParallelLayout(tp=2, pp=1).dp(world_size=4) == 2."""
 
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-
-    def dp(self, world_size: int) -> int:
-        return world_size // (self.tp * self.pp * self.cp)
+_FLOATS = ("advantage_pos", "advantage_neg", "weight", "rollout_logprobs")
+_ROW_TYPES = {name: "d" if name in _FLOATS else "i" for name in PackedRow.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

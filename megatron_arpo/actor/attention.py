@@ -1,70 +1,45 @@
-"""Tree attention: every query sees its ancestors in a depth-first row and nothing else.
+"""Tree attention, the core attention of every layer: each query sees its ancestors in a depth-first row and nothing else.
 
-Query q sees key k iff k <= q < subtree_end[k]. A flat batch is the case of one-path trees. The row's shape reaches each layer
-inside Megatron's packed_seq_params, and its positions through the rotary embedding, since both are Megatron's own
-arguments. One scaled_dot_product_attention call a run of tokens, over the keys of its ancestors.
-Suffixes: T tokens in the row, h query heads, g KV heads, d head dimension.
+A flat batch is the case of one-path trees, so there is this one path. On GPU it is FlexAttention with a block mask, on CPU one
+scaled_dot_product_attention call a run of tokens over the keys of its ancestors. Under context parallelism a rank has slices of
+the queries and gathers keys and values. Suffixes: T tokens of the row, Q of them on this rank, h query heads, g KV heads, d head
+dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megatron_arpo.actor.tree_mask import QueryRun, Ranges, merged
 
 
 @dataclass(frozen=True, slots=True)
-class QueryRun:
-    """Queries [start, end) that share their ancestors: the key ranges, in row order, before `start`."""
+class TreeRowShape:
+    """A row as attention sees it on this rank: `runs` on CPU, `mask` on GPU. `row_order_T` puts the keys that the context-parallel
+    ranks hold, one rank after the other, into the order of the row; None where there is one rank."""
 
-    start: int
-    end: int
-    ancestor_ranges: tuple[tuple[int, int], ...]
-
-
-def plan_runs(subtree_end: list[int]) -> tuple[QueryRun, ...]:
-    """Row shape [T] -> the runs of tokens that lie on one path, each with its ancestors.
-
-    Example: subtree_end [6, 6, 4, 4, 6, 6] (a stem of two, a child of two, another child of two) gives runs [0,2) with no
-    ancestors, [2,4) and [4,6) each with ancestors [0,2).
-    """
-    runs: list[QueryRun] = []
-    open_ranges: list[tuple[int, int]] = []  # the path from the root to here; each ends where its subtree may not
-    start = 0
-    while start < len(subtree_end):
-        end = start + 1
-        while end < len(subtree_end) and subtree_end[end] == subtree_end[start] and end < subtree_end[start]:
-            end += 1
-        while open_ranges and subtree_end[open_ranges[-1][0]] <= start:
-            open_ranges.pop()
-        runs.append(QueryRun(start, end, _merged(open_ranges)))
-        open_ranges.append((start, end))
-        start = end
-    return tuple(runs)
-
-
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
-        else:
-            merged.append((start, end))
-    return tuple(merged)
+    runs: tuple[QueryRun, ...]
+    mask: BlockMask | None
+    row_order_T: torch.Tensor | None
 
 
 class TreeRowParams(PackedSeqParams):
-    """Carries a row's runs to the core attention; the layout stays Megatron's default [T, 1, heads, d]."""
+    """Carries a row's shape to the core attention in Megatron's own argument; the layout stays its default [Q, 1, heads, d]."""
 
-    def __init__(self, runs: tuple[QueryRun, ...]) -> None:
-        num_tokens = runs[-1].end
+    def __init__(self, shape: TreeRowShape, num_tokens: int) -> None:
         super().__init__(qkv_format="sbhd", max_seqlen_q=num_tokens, max_seqlen_kv=num_tokens)
-        self.runs = runs
+        self.shape = shape
 
 
 class TreeCoreAttention(MegatronModule):
@@ -78,52 +53,59 @@ class TreeCoreAttention(MegatronModule):
 
     def forward(
         self,
-        query_T1hd: torch.Tensor,
-        key_T1gd: torch.Tensor,
-        value_T1gd: torch.Tensor,
+        query_Q1hd: torch.Tensor,
+        key_Q1gd: torch.Tensor,
+        value_Q1gd: torch.Tensor,
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: TreeRowParams | None = None,
     ) -> torch.Tensor:
-        """Returns [T, 1, h * d]."""
-        query_hTd, key_gTd, value_gTd = (x.squeeze(1).transpose(0, 1) for x in (query_T1hd, key_T1gd, value_T1gd))
-        outputs = [self._attend(run, query_hTd, key_gTd, value_gTd) for run in packed_seq_params.runs]
-        output_hTd = torch.cat(outputs, dim=1)
-        return output_hTd.transpose(0, 1).reshape(query_T1hd.shape[0], 1, -1)
+        """Returns [Q, 1, h * d]."""
+        shape = packed_seq_params.shape
+        if shape.row_order_T is not None:
+            key_Q1gd, value_Q1gd = _gather_row(key_Q1gd, shape.row_order_T), _gather_row(value_Q1gd, shape.row_order_T)
+        query_hQd, key_gTd, value_gTd = (x.squeeze(1).transpose(0, 1) for x in (query_Q1hd, key_Q1gd, value_Q1gd))
+        if shape.mask is None:
+            output_hQd = attend_runs(shape.runs, query_hQd, key_gTd, value_gTd, self._scale)
+        else:
+            output_hQd = _compiled_flex_attention()(
+                query_hQd[None], key_gTd[None], value_gTd[None], block_mask=shape.mask, scale=self._scale, enable_gqa=True
+            )[0]
+        return output_hQd.transpose(0, 1).reshape(query_Q1hd.shape[0], 1, -1)
 
-    def _attend(self, run: QueryRun, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        own = slice(run.start, run.end)
-        if not run.ancestor_ranges:
-            return self._sdpa(query[:, own], key[:, own], value[:, own], None)
-        ranges = _merged([*run.ancestor_ranges, (run.start, run.end)])
-        keys, values = _gather(key, ranges), _gather(value, ranges)
+
+def _gather_row(x_Q1gd: torch.Tensor, row_order_T: torch.Tensor) -> torch.Tensor:
+    """The whole row's keys or values [T, 1, g, d]; their gradients are summed over the ranks."""
+    group = parallel_state.get_context_parallel_group()
+    return gather_from_sequence_parallel_region(x_Q1gd, tensor_parallel_output_grad=True, group=group).index_select(0, row_order_T)
+
+
+@cache
+def _compiled_flex_attention() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def attend_runs(
+    runs: Sequence[QueryRun], query_hQd: torch.Tensor, key_gTd: torch.Tensor, value_gTd: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Output [h, Q, d], run by run; runs are in the order of the queries."""
+
+    def attend(run: QueryRun) -> torch.Tensor:
+        ranges = merged([*run.ancestor_ranges, (run.start, run.end)])
+        keys, values = _select(key_gTd, ranges), _select(value_gTd, ranges)
         num_queries, num_keys = run.end - run.start, keys.shape[1]
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        return self._sdpa(query[:, own], keys, values, visible)
-
-    def _sdpa(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        query = query_hQd[:, run.first : run.first + num_queries]
+        causal = num_queries == num_keys
+        visible = None if causal else torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
         return F.scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=visible, is_causal=visible is None, scale=self._scale, enable_gqa=True
+            query[None], keys[None], values[None], attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=True
         )[0]
 
+    return torch.cat([attend(run) for run in runs], dim=1)
 
-def _gather(x_gTd: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+
+def _select(x_gTd: torch.Tensor, ranges: Ranges) -> torch.Tensor:
     if len(ranges) == 1:
         return x_gTd[:, ranges[0][0] : ranges[0][1]]
     return torch.cat([x_gTd[:, start:end] for start, end in ranges], dim=1)
-
-
-class PositionedRotaryEmbedding(RotaryEmbedding):
-    """Megatron's rotary embedding at the positions of the current row instead of at its indices.
-
-    `set_positions` comes before each forward; a tree's siblings have equal positions.
-    """
-
-    def set_positions(self, positions_T: torch.Tensor) -> None:
-        self._positions_T = positions_T
-
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
-        """Returns angles [T, 1, 1, d]."""
-        angles = torch.outer(self._positions_T.to(self.inv_freq.dtype), self.inv_freq.to(self._positions_T.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]

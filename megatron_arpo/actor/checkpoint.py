@@ -6,6 +6,7 @@ Callers write to a folder aside and rename it (run/state.py); this file only fil
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_arpo.actor.model import unwrap
+from megatron_arpo.actor.model import unwrap_all
 from megatron_arpo.actor.update import Updater
 
 _METADATA = {
@@ -23,9 +24,14 @@ _METADATA = {
 }
 
 
+def _model_state(chunks: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Keys name tensors of the whole model, whatever the layout; the chunk's number only keeps them apart here."""
+    return {str(index): model.sharded_state_dict(metadata=metadata) for index, model in enumerate(unwrap_all(chunks))}
+
+
 def _sharded_state(updater: Updater, is_loading: bool) -> dict[str, Any]:
     metadata = {**_METADATA, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model_state = unwrap(updater.ddp).sharded_state_dict(metadata=metadata)
+    model_state = _model_state(updater.chunks, metadata)
     return {
         "model": model_state,
         "optimizer": updater.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
@@ -53,27 +59,33 @@ def load(updater: Updater, folder: Path) -> None:
     be the model's."""
     state = _sharded_state(updater, is_loading=True)
     loaded = _load(state, folder)
-    model = unwrap(updater.ddp)
-    model.load_state_dict(loaded["model"])
-    before = _fingerprints(model)
+    _load_model(updater.chunks, loaded["model"])
+    before = _fingerprints(updater.chunks)
     with torch.no_grad():
         updater.optimizer.load_state_dict(loaded["optimizer"])
-    wrong = [name for name, value in _fingerprints(model).items() if value != before[name]]
+    wrong = [name for name, value in _fingerprints(updater.chunks).items() if value != before[name]]
     if wrong:
         raise RuntimeError(f"{folder}: the optimizer state of {wrong[0]} and {len(wrong) - 1} more parameters belongs to other weights")
     updater.schedule.num_steps = 0  # its load_state_dict counts on from there
     updater.schedule.load_state_dict(loaded["schedule"])
 
 
-def _fingerprints(model: torch.nn.Module) -> dict[str, float]:
-    return {name: float(parameter.detach().double().sum()) for name, parameter in model.named_parameters()}
+def _fingerprints(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
+    return {
+        f"{index} {name}": float(parameter.detach().double().sum())
+        for index, model in enumerate(unwrap_all(chunks))
+        for name, parameter in model.named_parameters()
+    }
 
 
-def load_model_only(model: torch.nn.Module, folder: Path) -> None:
+def load_model_only(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
     """Weights without the optimizer, for conversion and for a run that starts from another run's checkpoint."""
-    inner = unwrap(model)
-    loaded = _load({"model": inner.sharded_state_dict(metadata=_METADATA)}, folder)
-    inner.load_state_dict(loaded["model"])
+    _load_model(chunks, _load({"model": _model_state(chunks, _METADATA)}, folder)["model"])
+
+
+def _load_model(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
+    for index, model in enumerate(unwrap_all(chunks)):
+        model.load_state_dict(loaded[str(index)])
 
 
 def _load(state: dict[str, Any], folder: Path) -> dict[str, Any]:

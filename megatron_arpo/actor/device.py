@@ -45,6 +45,7 @@ def prepare() -> None:
         )
     _use_checkpointable_adam()
     if not on_cuda() and not _active_mode:
+        torch.compiler.set_stance("force_eager")  # compiling Megatron's small fusions takes longer than it saves on CPU
         _answer_cuda_calls()
         _mend_moe_on_cpu()
         mode = _CudaMeansCpu()

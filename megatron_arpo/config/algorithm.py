@@ -66,11 +66,25 @@ class LossSettings(Settings):
     dual_clip: float | None = Field(default=3.0, gt=1)
     """c: bounds the loss of a token with negative advantage at c |A|; null switches it off."""
 
+    aepo_clipping: bool = False
+    """Tokens above 1 + clip_high with a positive advantage keep a gradient, rescaled to the bound (AEPO, arXiv 2510.14545)."""
+
+    entropy_advantage: float = Field(default=0.0, ge=0)
+    """A <- A (1 + this * z), z the token's standardised entropy (AEPO uses 0.2, arXiv 2510.14545); costs a forward pass."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the reference policy, the weights of model.path; above 0 it is held in host memory and swapped in."""
+
     aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"] = "token-mean"
     """How token losses become one number; denominators are those of the flat batch."""
 
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Cap of the truncated importance weight exp(actor - engine log-prob) against engine mismatch; null: not applied."""
+
+    @property
+    def needs_equal_groups(self) -> bool:
+        """True where a tree whose rewards are all equal still takes part in the update."""
+        return self.kl_coef > 0 or self.entropy_advantage > 0
 
 
 class AlgorithmSettings(Settings):

@@ -18,20 +18,22 @@ def convert_checkpoint(source: Path, target: Path) -> None:
     from megatron_arpo.actor import layout
     from megatron_arpo.actor.checkpoint import load_model_only
     from megatron_arpo.actor.device import prepare
-    from megatron_arpo.actor.model import build_model, transformer_config, unwrap
+    from megatron_arpo.actor.model import build_model, transformer_config, unwrap_all
+    from megatron_arpo.config.actor import ActorSettings, LayoutSettings
     from megatron_arpo.families.architecture import read_architecture
-    from megatron_arpo.types import ParallelLayout
     from megatron_arpo.weights.hf_folder import copy_hf_files, write_hf_folder
     from megatron_arpo.weights.megatron import gather_hf_weights
 
     prepare()
-    layout.initialize(ParallelLayout(), torch.distributed.HashStore(), rank=0, world_size=1, seed=0)
+    layout.initialize(LayoutSettings(), torch.distributed.HashStore(), rank=0, world_size=1, seed=0)
     try:
         architecture = read_architecture(source / "hf")
         dtype = _dtype_of(source)
-        model = build_model(transformer_config(architecture, dtype, tp=1, pp=1), architecture)
-        load_model_only(model, source / "weights")
-        write_hf_folder(target, dict(gather_hf_weights(unwrap(model), architecture)), lambda aside: copy_hf_files(source / "hf", aside))
+        config = transformer_config(architecture, dtype, ActorSettings(transformer="local"))
+        chunks = build_model(config, architecture, "local")
+        load_model_only(chunks, source / "weights")
+        tensors = {one.name: one.tensor for one in gather_hf_weights(unwrap_all(chunks), architecture)}
+        write_hf_folder(target, tensors, lambda aside: copy_hf_files(source / "hf", aside))
     finally:
         torch.distributed.destroy_process_group()
 

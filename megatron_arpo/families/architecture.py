@@ -7,7 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+from megatron_arpo.config.actor import LayoutSettings
+
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture of experts that every layer has in place of a dense MLP."""
+
+    num_experts: int
+    num_active: int
+    """Experts a token goes to."""
+    ffn_hidden_size: int
+    normalize_weights: bool
+    """The weights of the chosen experts sum to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretching of the low rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +54,8 @@ class Architecture:
     max_positions: int
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None
+    rope_scaling: RopeScaling | None = None
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of 128 on each of `tp` ranks; the extra rows never get probability.
@@ -40,17 +66,42 @@ class Architecture:
         multiple = 128 * tp
         return -(-self.vocab_size // multiple) * multiple
 
-    def check_layout(self, tp: int, pp: int) -> None:
-        """Raises ValueError where the layout cannot split this model."""
+    def check_layout(self, layout: LayoutSettings) -> None:
+        """Raises ValueError, naming the rule, where the layout cannot split this model."""
+        tp = layout.tp
         for name, size in (("num_attention_heads", self.num_heads), ("num_key_value_heads", self.num_kv_heads)):
             if size % tp:
                 fitting = [n for n in range(1, size + 1) if self.num_heads % n == 0 and self.num_kv_heads % n == 0]
                 raise ValueError(f"actor.layout.tp={tp} must divide {name}={size}; use {_one_of(fitting)}")
-        if self.ffn_hidden_size % tp:
+        if self.experts is None and self.ffn_hidden_size % tp:
             raise ValueError(f"actor.layout.tp={tp} must divide intermediate_size={self.ffn_hidden_size}")
-        if self.num_layers % pp:
-            fitting = [n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0]
-            raise ValueError(f"actor.layout.pp={pp} must divide num_hidden_layers={self.num_layers}; use {_one_of(fitting)}")
+        chunks = layout.pp * layout.vpp
+        if self.num_layers % chunks:
+            what = f"pp={layout.pp}" if layout.vpp == 1 else f"pp={layout.pp} times vpp={layout.vpp}"
+            raise ValueError(
+                f"actor.layout.{what} must divide num_hidden_layers={self.num_layers}; {chunks} does not, "
+                f"use {_one_of([n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0])}"
+            )
+        self._check_experts(layout)
+
+    def _check_experts(self, layout: LayoutSettings) -> None:
+        if self.experts is None:
+            if layout.ep * layout.etp > 1:
+                raise ValueError(f"actor.layout.ep={layout.ep}, etp={layout.etp}: model_type={self.family} has no experts; set both to 1")
+            return
+        if self.experts.num_experts % layout.ep:
+            raise ValueError(f"actor.layout.ep={layout.ep} must divide num_experts={self.experts.num_experts}")
+        if self.experts.ffn_hidden_size % layout.etp:
+            raise ValueError(f"actor.layout.etp={layout.etp} must divide moe_intermediate_size={self.experts.ffn_hidden_size}")
+        if layout.ep == 1 and layout.etp != layout.tp:
+            raise ValueError(
+                f"actor.layout.etp={layout.etp} must equal tp={layout.tp} where ep=1, since megatron-core 0.16.1 then leaves the experts' "
+                f"gradients unsummed; set etp to {layout.tp} or raise ep"
+            )
+        if layout.tp > 1 and not layout.sequence_parallel:
+            raise ValueError(
+                f"actor.layout.tp={layout.tp} with experts needs sequence parallelism; set actor.layout.sequence_parallel to true"
+            )
 
 
 def _one_of(sizes: list[int]) -> str:
@@ -76,13 +127,11 @@ def architecture_from_config(values: dict[str, Any], source: str) -> Architectur
     family = values.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{source}: model_type={family!r} is not supported; use one of {', '.join(FAMILIES)}")
-    rope = values.get("rope_parameters") or {}
-    scaling = values.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type != "default":
-        raise ValueError(f"{source}: rope scaling {rope_type!r} is not supported yet; use a model without rope scaling")
+    rope = values.get("rope_parameters") or {**(values.get("rope_scaling") or {}), "rope_theta": values.get("rope_theta")}
     if values.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{source}: hidden_act={values['hidden_act']!r} is not supported; only silu is")
+    if values.get("mlp_bias") or (family != "qwen2" and values.get("attention_bias")):
+        raise ValueError(f"{source}: attention_bias and mlp_bias are not supported for {family}; use a model without them")
     try:
         num_heads = values["num_attention_heads"]
         return Architecture(
@@ -90,6 +139,7 @@ def architecture_from_config(values: dict[str, Any], source: str) -> Architectur
             num_layers=values["num_hidden_layers"],
             hidden_size=values["hidden_size"],
             ffn_hidden_size=values["intermediate_size"],
+            experts=_experts(values, source) if family == "qwen3_moe" else None,
             num_heads=num_heads,
             num_kv_heads=values.get("num_key_value_heads", num_heads),
             head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
@@ -97,9 +147,35 @@ def architecture_from_config(values: dict[str, Any], source: str) -> Architectur
             tied_embeddings=values.get("tie_word_embeddings", False),
             norm_eps=values.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0),
+            rope_scaling=_rope_scaling(rope, source),
             max_positions=values["max_position_embeddings"],
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
         )
     except KeyError as error:
         raise ValueError(f"{source}: key {error} is missing; the file does not describe a {family} model") from error
+
+
+def _experts(values: dict[str, Any], source: str) -> Experts:
+    if values.get("decoder_sparse_step", 1) != 1 or values.get("mlp_only_layers"):
+        raise ValueError(f"{source}: dense layers between the expert layers (decoder_sparse_step, mlp_only_layers) are not supported")
+    return Experts(
+        num_experts=values.get("num_experts") or values["num_local_experts"],
+        num_active=values["num_experts_per_tok"],
+        ffn_hidden_size=values["moe_intermediate_size"],
+        normalize_weights=values.get("norm_topk_prob", False),
+    )
+
+
+def _rope_scaling(rope: dict[str, Any], source: str) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"{source}: rope scaling {kind!r} is not supported; use a model with Llama 3's scaling or none")
+    return RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_positions=rope["original_max_position_embeddings"],
+    )

@@ -1,11 +1,13 @@
 """Where each Megatron parameter lives in a Hugging Face checkpoint, and how it is cut for tensor parallelism.
 
-One table for dense Qwen2, Qwen2.5, QwQ, Qwen3 and Llama, which name their tensors alike. Megatron fuses query, key and value
-per KV group ([q..q, k, v] for each group) and gate with up; Hugging Face keeps them apart.
+One table for Qwen2, Qwen2.5, QwQ, Qwen3, Qwen3-MoE and Llama, which name their tensors alike. Megatron fuses query, key and
+value per KV group ([q..q, k, v] for each group) and gate with up; Hugging Face keeps them apart. Transformer Engine's layers
+and Megatron's own name some parameters differently; the table knows them by one name (`canonical`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -27,7 +29,18 @@ _LAYER = {
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.router.weight": ("mlp.gate.weight",),
 }
+_EXPERT = {
+    "mlp.experts.linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
+    "mlp.experts.linear_fc2.weight": ("down_proj.weight",),
+}
+_TRANSFORMER_ENGINE = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _SPLIT_DIM = {
     "embedding.word_embeddings.weight": 0,
@@ -37,15 +50,32 @@ _SPLIT_DIM = {
     "self_attention.linear_proj.weight": 1,
     "mlp.linear_fc1.weight": 0,
     "mlp.linear_fc2.weight": 1,
+    "mlp.experts.linear_fc1.weight": 0,
+    "mlp.experts.linear_fc2.weight": 1,
 }
 
 
-def hf_names(megatron_name: str, layer: int | None) -> tuple[str, ...]:
-    """Hugging Face names that make up one Megatron parameter. `layer` is global; `megatron_name` has no layer prefix.
-    Raises KeyError for a name that no family has."""
+def canonical(megatron_name: str) -> tuple[str, int | None]:
+    """(name in this table, index of the expert on its rank or None) of a parameter without its layer prefix.
+
+    Example: "mlp.experts.local_experts.3.linear_fc1.weight" and Transformer Engine's "mlp.experts.linear_fc1.weight3" are both
+    ("mlp.experts.linear_fc1.weight", 3).
+    """
+    if found := _LOCAL_EXPERT.fullmatch(megatron_name):
+        return f"mlp.experts.{found[2]}", int(found[1])
+    if found := _GROUPED_EXPERT.fullmatch(megatron_name):
+        return f"mlp.experts.{found[1]}", int(found[2])
+    return _TRANSFORMER_ENGINE.get(megatron_name, megatron_name), None
+
+
+def hf_names(name: str, layer: int | None, expert: int | None = None) -> tuple[str, ...]:
+    """Hugging Face names that make up one Megatron parameter. `name` is canonical; `layer` and `expert` count over the whole
+    model. Raises KeyError for a name that no family has."""
     if layer is None:
-        return (_GLOBAL[megatron_name],)
-    return tuple(f"model.layers.{layer}.{name}" for name in _LAYER[megatron_name])
+        return (_GLOBAL[name],)
+    if expert is not None:
+        return tuple(f"model.layers.{layer}.mlp.experts.{expert}.{one}" for one in _EXPERT[name])
+    return tuple(f"model.layers.{layer}.{one}" for one in _LAYER[name])
 
 
 def to_megatron(megatron_name: str, parts: Mapping[str, torch.Tensor], architecture: Architecture, tp: int) -> torch.Tensor:
@@ -61,9 +91,8 @@ def to_megatron(megatron_name: str, parts: Mapping[str, torch.Tensor], architect
     return whole
 
 
-def to_hf(megatron_name: str, layer: int | None, whole: torch.Tensor, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """Inverse of `to_megatron`."""
-    names = hf_names(megatron_name, layer)
+def to_hf(megatron_name: str, names: tuple[str, ...], whole: torch.Tensor, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """Inverse of `to_megatron`; `names` as `hf_names` gives them."""
     if "linear_qkv" in megatron_name:
         groups, tail, dim = architecture.num_kv_heads, whole.shape[1:], architecture.head_dim
         per_group = whole.reshape(groups, -1, *tail)

@@ -22,7 +22,7 @@ from megatron_arpo.run.export import export_hf
 from megatron_arpo.run.folder import RunFolder
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.prompts import Datasets, drop_long
-from megatron_arpo.run.step_batch import make_batch
+from megatron_arpo.run.step_batch import batch_metrics, make_batch, row_cost
 from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import Prompt, RolloutTree, RunState
 
@@ -52,6 +52,7 @@ class _Training:
     ) -> None:
         self._config, self._folder, self._data, self._architecture = config, folder, data, architecture
         self._cluster, self._state = cluster, state
+        self._cost = row_cost(architecture)
         self._sync = WeightSync(cluster, config.weights, config.model)
         self._seconds: dict[str, float] = {}
 
@@ -80,11 +81,11 @@ class _Training:
         with self._timed("rollout"):
             trees, metrics = self._collect(prompts, step)
         with self._timed("batch"):
-            batch = make_batch(trees, config)
+            batch = make_batch(trees, config, self._cost)
         with self._timed("update"):
-            updates = self._update(batch.mini_batches)
+            updates = self._update([update.rows for update in batch.updates])
         metrics |= _update_metrics(updates)
-        metrics |= {"groups_equal": float(batch.num_equal_groups), "updates_skipped": float(batch.num_skipped_updates)}
+        metrics |= batch_metrics(batch)
         self._state = RunState(
             step=step,
             weight_version=self._state.weight_version + bool(updates),
@@ -200,7 +201,7 @@ def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
     if not updates:
         return {}
     total = add_up(updates)
-    means = ("clipped", "ratio_kl", "entropy", "mismatch", "importance_capped")
+    means = ("clipped", "ratio_kl", "entropy", "mismatch", "importance_capped", "reference_kl")
     return {
         "actor/loss": total["loss"] / len(updates),
         "actor/updates": float(len(updates)),
@@ -209,5 +210,5 @@ def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
         "actor/grad_norm": total["grad_norm_max"],
         "actor/lr": updates[-1]["lr_max"],
         "actor/mismatch_max": total["mismatch_max"],
-        **{f"actor/{name}": total[name] / total["tokens"] for name in means},
+        **{f"actor/{name}": total[name] / total["tokens"] for name in means if name in total},
     }

@@ -116,7 +116,8 @@ class Cluster:
             self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]
             host = _result(self.actors[0].host.remote())
             port = _result(self.actors[0].open_store.remote(host))
-            self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed)
+            with_reference = config.algorithm.loss.kl_coef > 0
+            self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed, with_reference)
         if self._with_engine:
             _result(engine_up)
 

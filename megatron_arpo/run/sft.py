@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_arpo.actor.sums import add_up
 from megatron_arpo.batch.flat import pack_sequences
-from megatron_arpo.batch.schedule import assign_rows
+from megatron_arpo.batch.schedule import RowCost, assign_rows
 from megatron_arpo.config.run import RunConfig
 from megatron_arpo.config.sft import SftSettings
 from megatron_arpo.data.chat import encode_demonstration
@@ -19,6 +19,7 @@ from megatron_arpo.observe.progress import progress, say
 from megatron_arpo.run.export import export_hf
 from megatron_arpo.run.folder import RunFolder
 from megatron_arpo.run.placement import Cluster
+from megatron_arpo.run.step_batch import row_cost
 from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import PackedRow
 
@@ -48,7 +49,7 @@ def fine_tune(config: RunConfig, folder: RunFolder, demonstrations: Sequence[Dem
             started = time.perf_counter()
             epoch, index = divmod(state.step, updates_an_epoch)
             batch = _batch(sequences, sft, config.run.seed, epoch, index)
-            sums = add_up(cluster.on_actors("sft_step", _rows(batch, config)))
+            sums = add_up(cluster.on_actors("sft_step", _rows(batch, config, row_cost(architecture))))
             state = dataclasses.replace(state, step=state.step + 1)
             seconds = time.perf_counter() - started
             values = {
@@ -97,10 +98,11 @@ def _batch(sequences: Sequence[Encoded], sft: SftSettings, seed: int, epoch: int
     return [sequences[position] for position in order[index * sft.batch_size : (index + 1) * sft.batch_size]]
 
 
-def _rows(batch: Sequence[Encoded], config: RunConfig) -> list[list[PackedRow]]:
+def _rows(batch: Sequence[Encoded], config: RunConfig, cost: RowCost) -> list[list[PackedRow]]:
     """Rows for each data-parallel rank, the mean over the batch's trained tokens in their weights."""
+    layout = config.actor.layout
     num_trained = sum(sum(mask[1:]) for _, mask in batch)
-    rank_tokens = -(-sum(len(ids) for ids, _ in batch) // config.actor.layout.dp)
+    rank_tokens = -(-sum(len(ids) for ids, _ in batch) // layout.dp)
     longest = max(len(ids) for ids, _ in batch)
     row_tokens = min(config.actor.max_row_tokens, max(rank_tokens, longest))
-    return assign_rows(pack_sequences(batch, 1.0 / num_trained, row_tokens), config.actor.layout.dp)
+    return assign_rows(pack_sequences(batch, 1.0 / num_trained, row_tokens), layout.dp, layout.micro_batch_multiple, cost)

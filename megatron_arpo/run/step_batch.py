@@ -6,39 +6,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_arpo.algorithm.advantage import group_advantages, leaf_weights
-from megatron_arpo.batch.schedule import assign_rows
-from megatron_arpo.batch.tree import WeightedTree, pack_trees
+from megatron_arpo.batch.schedule import Placement, RowCost, Schedule, schedule_trees
+from megatron_arpo.batch.tree import WeightedTree
+from megatron_arpo.config.actor import ActorSettings
 from megatron_arpo.config.run import RunConfig
-from megatron_arpo.types import PackedRow, RolloutTree
+from megatron_arpo.families.architecture import Architecture
+from megatron_arpo.families.flops import key_flops, token_flops
+from megatron_arpo.types import RolloutTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """`mini_batches[i][d]`: rows of update i on data-parallel rank d. `num_equal_groups`: trees whose leaves all scored the same;
-    they have no gradient, so they are not computed. `num_skipped_updates`: mini-batches of such trees alone."""
+    """`updates`: rows of each update. `num_equal_groups`: trees whose leaves all scored the same; unless a KL or AEPO's entropies
+    need them they have no gradient, so they are not computed. `num_skipped_updates`: mini-batches of such trees alone."""
 
-    mini_batches: tuple[tuple[tuple[PackedRow, ...], ...], ...]
+    updates: tuple[Schedule, ...]
     num_equal_groups: int
     num_skipped_updates: int
 
 
-def make_batch(trees: Sequence[RolloutTree], config: RunConfig) -> StepBatch:
+def row_cost(architecture: Architecture) -> RowCost:
+    return RowCost(per_token=token_flops(architecture), per_key=key_flops(architecture))
+
+
+def placement_of(actor: ActorSettings, cost: RowCost) -> Placement:
+    layout = actor.layout
+    return Placement(
+        num_ranks=layout.dp,
+        max_row_tokens=actor.max_row_tokens,
+        cost=cost,
+        multiple_of=layout.micro_batch_multiple,
+        even_micro_batches=layout.pp > 1 or layout.ep > 1,
+        largest_to_mean=actor.largest_to_mean_cost,
+    )
+
+
+def make_batch(trees: Sequence[RolloutTree], config: RunConfig, cost: RowCost) -> StepBatch:
     """Denominators are those of the whole mini-batch, trees without a gradient included."""
-    size = config.actor.mini_batch_prompts
-    mini_batches, num_equal = [], 0
-    num_updates = 0
+    size, placement = config.actor.mini_batch_prompts, placement_of(config.actor, cost)
+    updates, num_equal, num_skipped = [], 0, 0
     for start in range(0, len(trees), size):
-        num_updates += 1
         mine = trees[start : start + size]
         weights = leaf_weights(mine, config.algorithm.loss.aggregation)
         weighted = [
             WeightedTree(tree=tree, advantages=group_advantages([reward.score for reward in tree.rewards]), weights=tree_weights)
             for tree, tree_weights in zip(mine, weights, strict=True)
         ]
-        with_gradient = [tree for tree in weighted if any(tree.advantages)]
-        num_equal += len(weighted) - len(with_gradient)
-        if not with_gradient:
-            continue
-        rows = pack_trees(with_gradient, config.actor.max_row_tokens, config.algorithm.attribution)
-        mini_batches.append(tuple(tuple(rank) for rank in assign_rows(rows, config.actor.layout.dp)))
-    return StepBatch(mini_batches=tuple(mini_batches), num_equal_groups=num_equal, num_skipped_updates=num_updates - len(mini_batches))
+        unequal = [tree for tree in weighted if any(tree.advantages)]
+        num_equal += len(weighted) - len(unequal)
+        with_gradient = weighted if config.algorithm.loss.needs_equal_groups else unequal
+        if with_gradient:
+            updates.append(schedule_trees(with_gradient, placement, config.algorithm.attribution))
+        else:
+            num_skipped += 1
+    return StepBatch(updates=tuple(updates), num_equal_groups=num_equal, num_skipped_updates=num_skipped)
+
+
+def batch_metrics(batch: StepBatch) -> dict[str, float]:
+    """`tokens_over_unique`: tokens computed for each token of the trees, forks and repeated prefixes included. `largest_to_mean`:
+    how much longer the slowest rank or micro-batch of an update takes than the mean, by cost."""
+    found = {"groups_equal": float(batch.num_equal_groups), "updates_skipped": float(batch.num_skipped_updates)}
+    if not batch.updates:
+        return found
+    unique = sum(update.num_unique_tokens for update in batch.updates)
+    return found | {
+        "batch/tokens_over_unique": sum(update.num_tokens for update in batch.updates) / unique,
+        "batch/parts": float(sum(update.num_parts for update in batch.updates)),
+        "batch/largest_to_mean": max(update.largest_to_mean for update in batch.updates),
+    }

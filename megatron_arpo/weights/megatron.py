@@ -1,8 +1,8 @@
-"""Walks a Megatron model's parameters under the names and global layers that families/ knows; loads and gathers them."""
+"""Walks a Megatron model's parameters under the names, global layers and global experts that families/ knows; loads and gathers them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,39 +10,66 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megatron_arpo.families.architecture import Architecture
-from megatron_arpo.families.names import hf_names, is_sharded, shard, to_hf, to_megatron, unshard
+from megatron_arpo.families.names import canonical, hf_names, is_sharded, shard, to_hf, to_megatron, unshard
 
 _LAYER_PREFIX = "decoder.layers."
 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """`name` without its layer prefix; `layer` counts over the whole model, None outside the layers."""
+    """`name` is canonical and without its layer prefix; `layer` and `expert` count over the whole model, None outside of them."""
 
     name: str
     layer: int | None
+    expert: int | None
     value: torch.nn.Parameter
 
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        return hf_names(self.name, self.layer, self.expert)
 
-def named_parameters(model: GPTModel) -> Iterator[NamedParameter]:
-    for name, parameter in model.named_parameters():
-        if name.startswith(_LAYER_PREFIX):
+    @property
+    def tensor_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that hold the slices of this parameter."""
+        if self.expert is not None:
+            return parallel_state.get_expert_tensor_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()
+
+    @property
+    def is_first_copy(self) -> bool:
+        """True on one of the ranks that hold this parameter or a slice of it."""
+        if self.expert is not None:
+            return parallel_state.get_expert_tensor_parallel_rank() == 0 and parallel_state.get_expert_data_parallel_rank() == 0
+        copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and copies == 0
+
+
+def named_parameters(chunks: Sequence[GPTModel], architecture: Architecture) -> Iterator[NamedParameter]:
+    """Of all model chunks of this rank, in order."""
+    num_local = architecture.experts.num_experts // parallel_state.get_expert_model_parallel_world_size() if architecture.experts else 0
+    first_expert = num_local * parallel_state.get_expert_model_parallel_rank()
+    for model in chunks:
+        for name, parameter in model.named_parameters():
+            if not name.startswith(_LAYER_PREFIX):
+                yield NamedParameter(name, None, None, parameter)
+                continue
             index, _, short = name.removeprefix(_LAYER_PREFIX).partition(".")
-            yield NamedParameter(short, model.decoder.layers[int(index)].layer_number - 1, parameter)
-        else:
-            yield NamedParameter(name, None, parameter)
+            layer = model.decoder.layers[int(index)].layer_number - 1
+            short, local_expert = canonical(short)
+            yield NamedParameter(short, layer, None if local_expert is None else first_expert + local_expert, parameter)
 
 
 @torch.no_grad()
-def load_hf_weights(model: GPTModel, architecture: Architecture, read: Callable[[str], torch.Tensor]) -> None:
+def load_hf_weights(chunks: Sequence[GPTModel], architecture: Architecture, read: Callable[[str], torch.Tensor]) -> None:
     """Fills this rank's parameters; `read` gives a whole Hugging Face tensor by name. Raises ValueError for a wrong shape."""
-    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    for parameter in named_parameters(model):
-        names = hf_names(parameter.name, parameter.layer)
+    vocabulary_tp = parallel_state.get_tensor_model_parallel_world_size()
+    for parameter in named_parameters(chunks, architecture):
+        names = parameter.hf_names
         if names == ("lm_head.weight",) and architecture.tied_embeddings:
             names = hf_names("embedding.word_embeddings.weight", None)
-        whole = to_megatron(parameter.name, {name: read(name) for name in names}, architecture, tp)
-        mine = shard(parameter.name, whole, tp, rank)
+        whole = to_megatron(parameter.name, {name: read(name) for name in names}, architecture, vocabulary_tp)
+        group = parameter.tensor_parallel_group
+        mine = shard(parameter.name, whole, group.size(), group.rank())
         if mine.shape != parameter.value.shape:
             raise ValueError(
                 f"{' + '.join(names)}: shape {tuple(mine.shape)} on this rank does not match config.json, "
@@ -51,17 +78,32 @@ def load_hf_weights(model: GPTModel, architecture: Architecture, read: Callable[
         parameter.value.copy_(mine)
 
 
+@dataclass(frozen=True, slots=True)
+class GatheredTensor:
+    """A whole Hugging Face tensor; `written_here` on exactly one of the ranks that have it."""
+
+    name: str
+    tensor: torch.Tensor
+    written_here: bool
+
+
 @torch.no_grad()
-def gather_hf_weights(model: GPTModel, architecture: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole Hugging Face tensors of this pipeline stage, one Megatron parameter at a time. A collective over the
-    tensor-parallel ranks: all must run it to the end. Tied output weights are left out."""
-    tp, group = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_group()
-    for parameter in named_parameters(model):
+def gather_hf_weights(
+    chunks: Sequence[GPTModel],
+    architecture: Architecture,
+    value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
+) -> Iterator[GatheredTensor]:
+    """Whole Hugging Face tensors of this rank's stage and experts, one Megatron parameter at a time. A collective over the
+    tensor-parallel ranks: all must run it to the end. Tied output weights are left out. `value_of` picks what is gathered in
+    place of the weights, its gradient for one."""
+    for parameter in named_parameters(chunks, architecture):
         if parameter.name == "output_layer.weight" and architecture.tied_embeddings:
             continue
-        mine = parameter.value.detach()
+        mine, group = value_of(parameter.value).detach(), parameter.tensor_parallel_group
         shards = [mine]
-        if tp > 1 and is_sharded(parameter.name):
-            shards = [torch.empty_like(mine) for _ in range(tp)]
+        if group.size() > 1 and is_sharded(parameter.name):
+            shards = [torch.empty_like(mine) for _ in range(group.size())]
             torch.distributed.all_gather(shards, mine.contiguous(), group=group)
-        yield from to_hf(parameter.name, parameter.layer, unshard(parameter.name, shards), architecture).items()
+        whole = unshard(parameter.name, shards)
+        for name, tensor in to_hf(parameter.name, parameter.hf_names, whole, architecture).items():
+            yield GatheredTensor(name, tensor, parameter.is_first_copy)

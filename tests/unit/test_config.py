@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_arpo.config.actor import Fp8Settings, LayoutSettings, OptimizerSettings
 from megatron_arpo.config.load import dump_config, load_config
-from megatron_arpo.families.architecture import Architecture, architecture_from_config
+from megatron_arpo.families.architecture import Architecture, Experts, RopeScaling, architecture_from_config
 
 MINIMAL = "run: {dir: runs/x}\nmodel: {path: m}\n"
 
@@ -78,7 +79,7 @@ def test_architecture() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; use one of qwen2, qwen3, llama"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; use one of qwen2, qwen3, qwen3_moe, llama"),
         ({"rope_scaling": {"type": "yarn"}}, "rope scaling 'yarn' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
@@ -88,14 +89,55 @@ def test_unsupported_models_are_refused(change: dict, said: str) -> None:
         architecture_from_config(QWEN3 | change, "config.json")
 
 
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
+
+
 @pytest.mark.parametrize(
-    ("tp", "pp", "said"),
+    ("model", "layout", "said"),
     [
-        (4, 1, "actor.layout.tp=4 must divide num_key_value_heads=2; use 1 or 2"),
-        (1, 3, "actor.layout.pp=3 must divide num_hidden_layers=4; use 1, 2 or 4"),
+        (QWEN3, {"tp": 4}, "actor.layout.tp=4 must divide num_key_value_heads=2; use 1 or 2"),
+        (QWEN3, {"pp": 3}, "actor.layout.pp=3 must divide num_hidden_layers=4; 3 does not, use 1, 2 or 4"),
+        (QWEN3, {"pp": 2, "vpp": 3}, "actor.layout.pp=2 times vpp=3 must divide num_hidden_layers=4; 6 does not"),
+        (QWEN3, {"vpp": 2}, "actor.layout.vpp=2 interleaves pipeline stages, but pp=1"),
+        (QWEN3, {"sequence_parallel": True}, "actor.layout.sequence_parallel=true splits over tensor-parallel ranks, but tp=1"),
+        (QWEN3, {"dp": 2, "ep": 2}, "model_type=qwen3 has no experts"),
+        (QWEN3_MOE, {"dp": 3, "ep": 2}, "actor.layout.ep=2 times etp=1 must divide the 3 ranks"),
+        (QWEN3_MOE, {"dp": 8, "ep": 8}, "actor.layout.ep=8 must divide num_experts=4"),
+        (QWEN3_MOE, {"tp": 2, "ep": 2}, "actor.layout.tp=2 with experts needs sequence parallelism"),
+        (QWEN3_MOE, {"tp": 2, "sequence_parallel": True}, "actor.layout.etp=1 must equal tp=2 where ep=1"),
+        (QWEN3_MOE, {"tp": 2, "dp": 32, "ep": 1, "etp": 64}, "actor.layout.etp=64 must divide moe_intermediate_size=96"),
     ],
 )
-def test_layouts_that_do_not_fit(tp: int, pp: int, said: str) -> None:
+def test_layouts_that_do_not_fit(model: dict, layout: dict, said: str) -> None:
     with pytest.raises(ValueError) as error:
-        architecture_from_config(QWEN3, "config.json").check_layout(tp, pp)
+        architecture_from_config(model, "config.json").check_layout(LayoutSettings(**layout))
     assert said in str(error.value)
+
+
+def test_llama_rope_scaling_and_experts_are_read() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for place in ({"rope_scaling": scaling}, {"rope_parameters": {**scaling, "rope_theta": 5e5}}):
+        found = architecture_from_config(QWEN3 | {"model_type": "llama", "rope_theta": 5e5} | place, "config.json")
+        assert found.rope_scaling == RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+        assert found.rope_theta == 5e5
+    experts = architecture_from_config(QWEN3_MOE, "config.json").experts
+    assert experts == Experts(num_experts=4, num_active=2, ffn_hidden_size=96, normalize_weights=True)
+
+
+def test_fp8_and_offload_settings_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="delayed has no bf16 layers"):
+        Fp8Settings(recipe="delayed")
+    with pytest.raises(ValueError, match="cpu_offload_fraction moves Adam's state"):
+        OptimizerSettings(kind="sgd", cpu_offload_fraction=0.5)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from megatron_arpo.types import LeafReward, Prompt, RolloutTree, Segment
+from megatron_arpo.algorithm.advantage import group_advantages, leaf_weights
+from megatron_arpo.batch.schedule import Placement, RowCost, schedule_trees
+from megatron_arpo.batch.tree import WeightedTree
+from megatron_arpo.types import NO_TARGET, LeafReward, PackedRow, Prompt, RolloutTree, Segment
 
 VOCABULARY = 300
 
@@ -78,3 +81,53 @@ def flat_trees(tree: RolloutTree) -> list[RolloutTree]:
         path = [segment(index, index - 1, one.kind, one.token_ids, one.logprobs or None) for index, one in enumerate(tree.path(leaf_id))]
         flat.append(tree_of(path, [0.0]))
     return flat
+
+
+def tree_rows(trees: list[RolloutTree], aggregation: str, attribution: str, max_row_tokens: int) -> list[PackedRow]:
+    """The rows of a mini-batch as a step makes them."""
+    weights = leaf_weights(trees, aggregation)
+    weighted = [
+        WeightedTree(tree=tree, advantages=group_advantages([reward.score for reward in tree.rewards]), weights=tree_weights)
+        for tree, tree_weights in zip(trees, weights, strict=True)
+    ]
+    placement = Placement(num_ranks=1, max_row_tokens=max_row_tokens, cost=RowCost(per_token=1.0, per_key=0.01))
+    return list(schedule_trees(weighted, placement, attribution).rows[0])
+
+
+def flat_rows(trees: list[RolloutTree], aggregation: str, attribution: str) -> list[PackedRow]:
+    """The same mini-batch with one row a trajectory, written down from the definitions and from no code of batch/ or algorithm/."""
+    lengths = [[sum(len(one.token_ids) for one in tree.path(leaf) if one.kind == "model") for leaf in tree.leaf_ids] for tree in trees]
+    num_leaves, num_tokens = sum(map(len, lengths)), sum(map(sum, lengths))
+    rows = []
+    for tree, tree_lengths in zip(trees, lengths, strict=True):
+        scores = [reward.score for reward in tree.rewards]
+        mean = sum(scores) / len(scores)
+        std = (sum((score - mean) ** 2 for score in scores) / (len(scores) - 1)) ** 0.5
+        advantages = [(score - mean) / (std + 1e-6) for score in scores]
+        for index, (leaf_id, length) in enumerate(zip(tree.leaf_ids, tree_lengths, strict=True)):
+            weight = {"token-mean": 1 / num_tokens, "seq-mean-token-mean": 1 / (num_leaves * length), "seq-mean-token-sum": 1 / num_leaves}
+            tokens: list[int] = []
+            about: list[tuple[float, float, int, float]] = []  # advantage, weight, trained, log-prob of each token
+            for one in tree.path(leaf_id):
+                below = [other for other, leaf in enumerate(tree.leaf_ids) if one in tree.path(leaf)]
+                hard = sum(advantages[other] for other in below) / len(below)
+                trained = one.kind == "model"
+                for place, token in enumerate(one.token_ids):
+                    tokens.append(token)
+                    advantage = hard if attribution == "hard" else advantages[index]
+                    about.append((advantage, weight[aggregation], 1, one.logprobs[place]) if trained else (0.0, 0.0, 0, 0.0))
+            about = [*about[1:], (0.0, 0.0, 0, 0.0)]  # a position predicts the next token
+            rows.append(
+                PackedRow.of(
+                    token_ids=tuple(tokens),
+                    positions=tuple(range(len(tokens))),
+                    subtree_end=(len(tokens),) * len(tokens),
+                    targets=(*tokens[1:], NO_TARGET),
+                    advantage_pos=tuple(max(advantage, 0.0) * w for advantage, w, _, _ in about),
+                    advantage_neg=tuple(min(advantage, 0.0) * w for advantage, w, _, _ in about),
+                    weight=tuple(w for _, w, _, _ in about),
+                    multiplicity=tuple(trained for _, _, trained, _ in about),
+                    rollout_logprobs=tuple(logprob for _, _, _, logprob in about),
+                )
+            )
+    return rows
