@@ -95,7 +95,7 @@ def _check_config(options: argparse.Namespace) -> None:
 
 
 def _check_inputs(config: RunConfig) -> Architecture:
-    """What can be known to be wrong before anything starts."""
+    """What can be known to be wrong before anything starts, whatever the machine."""
     from megatron_arpo.agent_tools.build import check_tools
     from megatron_arpo.families.architecture import read_architecture
     from megatron_arpo.reward.base import get_reward

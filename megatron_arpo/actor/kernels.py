@@ -56,6 +56,8 @@ def check_kernels(actor: ActorSettings) -> None:
     """Raises ValueError, in one sentence, where the configuration asks for what this machine can't run."""
     if actor.transformer == "transformer_engine" and (obstacle := transformer_engine_obstacle()):
         raise ValueError(f"actor.transformer=transformer_engine: {obstacle}; use auto or local")
+    if actor.optimizer.cpu_offload_fraction and not torch.cuda.is_available():
+        raise ValueError("actor.optimizer.cpu_offload_fraction moves state off a CUDA device, and there is none; set it to 0")
     if actor.fp8 is None:
         return
     if actor.transformer == "local":

@@ -82,4 +82,6 @@ class RunConfig(Settings):
             raise ValueError(
                 f"rollout.sampling.top_p={self.rollout.sampling.top_p} samples from another distribution than the one trained; use 1"
             )
+        if self.model.dtype == "float32" and (self.actor.fp8 or self.actor.optimizer.cpu_offload_fraction):
+            raise ValueError("model.dtype=float32 goes with neither actor.fp8 nor actor.optimizer.cpu_offload_fraction; use bfloat16")
         return self
