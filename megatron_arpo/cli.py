@@ -108,19 +108,21 @@ def _check_inputs(config: RunConfig) -> Architecture:
 
 
 def _sft(options: argparse.Namespace) -> None:
-    from megatron_arpo.data.demonstrations import load_demonstrations
+    from megatron_arpo.data.demonstrations import find_demonstrations
+    from megatron_arpo.data.loader import check_loader
     from megatron_arpo.run.folder import RunFolder
 
     config = _load(options)
     if config.sft is None:
         raise ValueError(f"{options.config}: section sft is missing; add it with sft.demonstrations")
     architecture = _check_inputs(config)
-    demonstrations = load_demonstrations(config.sft.demonstrations)
+    files = find_demonstrations(config.sft.demonstrations, config.sft.dataset)
+    check_loader(config.sft.loader)
     folder = RunFolder(config.run.dir)
 
     from megatron_arpo.run.sft import fine_tune
 
-    fine_tune(config, folder, demonstrations, architecture)
+    fine_tune(config, folder, files, architecture)
 
 
 def _train(options: argparse.Namespace) -> None:
