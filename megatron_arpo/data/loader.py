@@ -8,11 +8,14 @@ whole batch laid end to end: sequences of different lengths would have to be pad
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import random
 import signal
+import threading
 from collections.abc import Generator, Iterator
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -96,6 +99,11 @@ class _DaliSource:
     def __init__(self, source: _BatchSource) -> None:
         self._source = source
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """It arrives in a worker, for whose start DALI has no hook."""
+        self.__dict__.update(state)
+        _end_with_parent()
+
     def __call__(self, sample: SampleInfo) -> _Arrays:
         if sample.iteration >= len(self._source):
             raise StopIteration
@@ -105,9 +113,15 @@ class _DaliSource:
 def _from_torch(source: _BatchSource, num_workers: int) -> Generator[_Arrays]:
     from torch.utils.data import DataLoader
 
-    in_background = {"multiprocessing_context": "spawn", "prefetch_factor": _BATCHES_AHEAD} if num_workers else {}
     loader = DataLoader(
-        source, batch_size=None, sampler=range(len(source)), collate_fn=_unchanged, num_workers=num_workers, **in_background
+        source,
+        batch_size=None,
+        sampler=range(len(source)),
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        multiprocessing_context="spawn" if num_workers else None,
+        prefetch_factor=_BATCHES_AHEAD if num_workers else None,
+        worker_init_fn=_end_with_parent,
     )
     with _workers_deaf_to_interrupts():
         batches = iter(loader)
@@ -131,6 +145,13 @@ def _from_dali(source: _BatchSource, num_workers: int) -> Generator[_Arrays]:
         pipeline.build()
     for _ in range(len(source)):
         yield tuple(np.array(output.at(0)) for output in pipeline.run())  # copies: DALI uses its buffers again
+
+
+def _end_with_parent(worker: int = 0) -> None:
+    """In a worker: neither library ends one by itself when the run is killed while fetched batches wait to be taken."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 @contextlib.contextmanager
