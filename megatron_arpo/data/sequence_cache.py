@@ -68,7 +68,9 @@ class SequenceCache:
 
 
 def _open(path: Path, dtype: type) -> np.ndarray:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.zeros(0, dtype)
+    if not path.stat().st_size:
+        return np.zeros(0, dtype)
+    return np.asarray(np.memmap(path, dtype, "r"))  # a plain array over the same pages: a memmap's slices are slow to make
 
 
 def read_description(folder: Path) -> dict[str, Any] | None:
