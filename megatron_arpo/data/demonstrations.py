@@ -81,4 +81,4 @@ def _check_text(messages: Sequence[Message], place: str) -> None:
         try:
             message["content"].encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: a {message['role']} text holds half of a surrogate pair ({error.reason}); remove it") from error
+            raise ValueError(f"{place}: the {message['role']}'s text holds half of a surrogate pair ({error.reason}); remove it") from error

@@ -116,7 +116,7 @@ def test_bad_rows(tmp_path, row, message):
 
 def test_half_a_surrogate_pair_is_named(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"instruction": "x", "output": "\\ud83d"}')
-    with pytest.raises(ValueError, match=r"line 1: a assistant text holds half of a surrogate pair .*; remove it"):
+    with pytest.raises(ValueError, match=r"line 1: the assistant's text holds half of a surrogate pair .*; remove it"):
         read(tmp_path / "x.jsonl")
 
 
