@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_arpo/__init__.py").read_text()).group(1)
 
-CORE = ["pydantic>=2.12", "pyyaml", "rich", "pyarrow", "math-verify[antlr4_13_2]==0.9.0"]
+CORE = ["pydantic>=2.12", "pyyaml", "rich", "pyarrow", "ijson", "math-verify[antlr4_13_2]==0.9.0"]
 TRAIN = ["torch==2.13.0", "megatron-core==0.16.1", "ray==2.60.0", "msgpack", "transformers>=5.16.1,<5.20", "safetensors", "psutil"]
 AGENT_TOOLS = ["bm25s", "numpy", "scipy", "sympy"]
 
@@ -22,6 +22,7 @@ setup(
     extras_require={
         "cpu": TRAIN + AGENT_TOOLS,
         "cuda": TRAIN + AGENT_TOOLS + ["vllm==0.32.0", "transformer-engine[pytorch]==2.11.0"],
+        "dali": ["nvidia-dali-cuda130==2.4.0"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "matplotlib"],
     },
     entry_points={

@@ -107,20 +107,35 @@ def _check_inputs(config: RunConfig) -> Architecture:
     return architecture
 
 
+def _check_machine(config: RunConfig) -> None:
+    """What this machine can't run; where the run joins a cluster, its workers look at theirs."""
+    actor = config.actor
+    if os.environ.get("RAY_ADDRESS") or not (
+        actor.fp8 or actor.transformer == "transformer_engine" or actor.optimizer.cpu_offload_fraction
+    ):
+        return
+    from megatron_arpo.actor.kernels import check_kernels
+
+    check_kernels(actor)
+
+
 def _sft(options: argparse.Namespace) -> None:
-    from megatron_arpo.data.demonstrations import load_demonstrations
+    from megatron_arpo.data.demonstrations import find_demonstrations
+    from megatron_arpo.data.loader import check_loader
     from megatron_arpo.run.folder import RunFolder
 
     config = _load(options)
     if config.sft is None:
         raise ValueError(f"{options.config}: section sft is missing; add it with sft.demonstrations")
     architecture = _check_inputs(config)
-    demonstrations = load_demonstrations(config.sft.demonstrations)
+    _check_machine(config)
+    files = find_demonstrations(config.sft.demonstrations, config.sft.dataset)
+    check_loader(config.sft.loader)
     folder = RunFolder(config.run.dir)
 
     from megatron_arpo.run.sft import fine_tune
 
-    fine_tune(config, folder, demonstrations, architecture)
+    fine_tune(config, folder, files, architecture)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -129,6 +144,7 @@ def _train(options: argparse.Namespace) -> None:
 
     config = _load(options)
     architecture = _check_inputs(config)
+    _check_machine(config)
     found = read_datasets(config, need_train=True)
     folder = RunFolder(config.run.dir)
 

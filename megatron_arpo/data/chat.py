@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,27 +33,66 @@ def encode_result(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, .
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
-def encode_demonstration(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], response_text: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(token ids, loss mask) of a prompt and the response to imitate; the mask is 1 where a token is learned.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A text that is encoded by itself and learned whole or not at all; `text` None is the end-of-text token."""
 
-    Result spans are encoded by themselves, as a rollout would append them, and not learned; nor is the prompt. The
-    tokenizer's end-of-text token is appended and learned, unless the text ends with it. A <result> that is never closed
-    is text like any other. Raises ValueError for a tokenizer without an end-of-text token.
+    text: str | None
+    is_learned: bool
+
+
+def split_demonstration(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, all_turns: bool, learn_results: bool
+) -> list[Part]:
+    """A conversation that ends with an assistant's message, cut where the loss mask or the encoding changes.
+
+    Learned are the assistant's messages, or the last one alone, each with the end-of-text token behind it, which is not
+    doubled where a text ends with it. Result spans are parts of their own, as a rollout would append them, and learned
+    only with `learn_results`; a <result> that is never closed is text like any other. Everything else is the template's.
+
+    With `all_turns` each answer is put behind the very prompt that asks for it, so every turn is learned from the ids that
+    generation would see. Raises ValueError where the chat template does not allow that, because it rewrites earlier
+    answers or ends them without the tokenizer's end-of-text token, and for a tokenizer without such a token.
 
     Example: of "<python>1</python> <result>1</result>so 1", "<python>1</python>", "so 1" and the end are learned.
     """
+    end = tokenizer.eos_token
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer's eos_token is unset; set it to the token that ends the assistant's turn")
-    prompt_ids = encode_prompt(tokenizer, messages)
-    token_ids = list(prompt_ids)
-    loss_mask = [0] * len(prompt_ids)
-    for index, part in enumerate(_RESULT_SPAN.split(response_text)):  # texts and spans take turns
-        part_ids = encode_result(tokenizer, part)
-        token_ids += part_ids
-        loss_mask += [1 - index % 2] * len(part_ids)
-    if not response_text.endswith(tokenizer.eos_token):
-        token_ids.append(tokenizer.eos_token_id)
-        loss_mask.append(1)
-    return tuple(token_ids), tuple(loss_mask)
+    messages = [{**one, "content": one["content"].removesuffix(end)} if one["role"] == "assistant" else dict(one) for one in messages]
+    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"] if all_turns else [len(messages) - 1]
+    parts: list[Part] = []
+    written = ""
+    for index in answers:
+        prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, tokenize=False)
+        if not prompt.startswith(written):
+            raise ValueError(
+                f"the chat template changes an assistant's turn, or ends it without eos_token {end!r}, once message {index} follows; "
+                f"set sft.learn: last_turn, or use a template that only appends"
+            )
+        answer = messages[index]["content"]
+        parts.append(Part(prompt[len(written) :], False))
+        for position, text in enumerate(_RESULT_SPAN.split(answer)):  # texts and spans take turns
+            parts.append(Part(text, learn_results or position % 2 == 0))
+        parts.append(Part(None, True))
+        written = prompt + answer + end
+    return parts
+
+
+def encode_parts(tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Sequence[Part]]) -> list[tuple[list[int], list[int]]]:
+    """(token ids, loss mask) of each demonstration; the mask is 1 where a token is learned.
+
+    All texts go through the tokenizer in one call, which uses every core it is given.
+    """
+    texts = [part.text for parts in demonstrations for part in parts if part.text]
+    encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else ())
+    found: list[tuple[list[int], list[int]]] = []
+    for parts in demonstrations:
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for part in parts:
+            part_ids = [tokenizer.eos_token_id] if part.text is None else next(encoded) if part.text else []
+            token_ids += part_ids
+            loss_mask += [int(part.is_learned)] * len(part_ids)
+        found.append((token_ids, loss_mask))
+    return found

@@ -1,83 +1,84 @@
-"""Demonstrations for the cold start: ShareGPT files -> context messages and the response to imitate."""
+"""Demonstrations for the cold start: ShareGPT and Alpaca rows on disk -> chat messages, as a stream.
+
+Which tokens of them are learned is left to `chat.py`.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_arpo.data.jsonl import read_jsonl
-
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+from megatron_arpo.data.alpaca import AlpacaFields, parse_alpaca
+from megatron_arpo.data.dataset_info import FILE_NAME, DemonstrationFile, read_dataset_info
+from megatron_arpo.data.prompts import repair_escapes
+from megatron_arpo.data.row_files import check_row_file, read_rows
+from megatron_arpo.data.sharegpt import Message, ShareGptFields, parse_sharegpt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """What was said, and the answer to learn; of several turns the last answer only.
+    """A conversation that ends with an assistant's message, and where it stands, for errors.
 
-    Example: Demonstration(messages=({"role": "user", "content": "1 + 1?"},), response="<think>...</think>2")
+    Example: Demonstration(place="x.jsonl, line 1", was_repaired=False,
+    messages=({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "<think>...</think>2"}))
     """
 
-    messages: tuple[Mapping[str, str], ...]
-    response: str
+    place: str
+    messages: tuple[Message, ...]
+    was_repaired: bool
+    """A broken escape (see prompts.repair_escapes) was repaired in it."""
 
 
-def load_demonstrations(path: str | Path) -> list[Demonstration]:
-    """Reads ShareGPT rows: {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}.
+def find_demonstrations(path: Path, dataset: str | None) -> tuple[DemonstrationFile, ...]:
+    """The files behind sft.demonstrations and sft.dataset; reads none of their rows.
 
-    .jsonl has one a line, .json a list of them. "user" and "assistant" are other names for "human" and "gpt"; a row may
-    have "system". All pairs but the last become context. Raises ValueError naming file, row or line, field and fix.
+    `path` is a .jsonl, .json or .parquet file, or LLaMA-Factory's dataset_info.json or the folder it lies in; `dataset`
+    then names what to take from it, several with commas between them. Raises ValueError naming file, value and fix.
     """
-    path = Path(path)
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path}: suffix {path.suffix!r} is unknown; give a .jsonl or a .json file of ShareGPT rows")
-    rows = read_jsonl(path) if path.suffix == ".jsonl" else _read_json(path)
-    found = [_parse_row(row, place) for place, row in rows]
-    if not found:
-        raise ValueError(f"{path}: holds no rows; give at least one demonstration")
-    return found
+    info = path / FILE_NAME if path.is_dir() else path
+    if info.name == FILE_NAME:
+        return read_dataset_info(info, [name.strip() for name in (dataset or "").split(",") if name.strip()])
+    if dataset is not None:
+        raise ValueError(f"sft.dataset={dataset!r} needs sft.demonstrations to be a {FILE_NAME} or its folder, not {path}; leave it out")
+    check_row_file(path)
+    return (DemonstrationFile(path=path),)
 
 
-def _read_json(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is not JSON in UTF-8 ({error}); write a list of ShareGPT rows") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: holds a {type(rows).__name__}; write a list of ShareGPT rows")
-    for index, row in enumerate(rows):
-        place = f"{path}, row {index}"
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: is a {type(row).__name__}; write an object with 'conversations'")
-        yield place, row
+def read_demonstrations(files: Sequence[DemonstrationFile]) -> Iterator[Demonstration]:
+    """All rows of `files` in order. Raises ValueError naming file, row or line, field and fix, and where there is no row."""
+    for file in files:
+        is_empty = True
+        for place, row in read_rows(file.path):
+            is_empty = False
+            repaired = repair_escapes(row)
+            messages = _parse(repaired, place, file.fields)
+            _check_text(messages, place)
+            yield Demonstration(place=place, messages=messages, was_repaired=repaired != row)
+        if is_empty:
+            raise ValueError(f"{file.path}: holds no rows; give at least one demonstration")
 
 
-def _parse_row(row: Mapping[str, Any], place: str) -> Demonstration:
-    turns = row.get("conversations")
-    if not isinstance(turns, list) or not turns or len(turns) % 2:
-        shown = f"a list of {len(turns)}" if isinstance(turns, list) else repr(turns)
-        raise ValueError(f"{place}: field 'conversations' is {shown}; write pairs of a human and a gpt turn")
-    messages = [_parse_turn(turn, index, place) for index, turn in enumerate(turns)]
-    system = row.get("system")
-    if system is not None and not isinstance(system, str):
-        raise ValueError(f"{place}: field 'system' is {system!r}; write it as text or leave it out")
-    context = [{"role": "system", "content": system}] if system else []
-    response = messages.pop()["content"]
-    if not response.strip():
-        raise ValueError(f"{place}: field 'conversations[{len(messages)}].value' is empty; write a response to imitate")
-    return Demonstration(messages=(*context, *messages), response=response)
+def _parse(row: Mapping[str, Any], place: str, fields: ShareGptFields | AlpacaFields | None) -> tuple[Message, ...]:
+    match fields:
+        case ShareGptFields():
+            return parse_sharegpt(row, place, fields)
+        case AlpacaFields():
+            return parse_alpaca(row, place, fields)
+    if row.get("conversations") is not None:
+        return parse_sharegpt(row, place, ShareGptFields())
+    if row.get("instruction") is not None or row.get("output") is not None:
+        return parse_alpaca(row, place, AlpacaFields())
+    raise ValueError(
+        f"{place}: has neither 'conversations' (ShareGPT) nor 'instruction' and 'output' (Alpaca), but {', '.join(row) or 'nothing'}; "
+        f"add them, or describe the columns in a {FILE_NAME}"
+    )
 
 
-def _parse_turn(turn: Any, index: int, place: str) -> dict[str, str]:
-    field = f"conversations[{index}]"
-    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-        raise ValueError(f"{place}: field {field!r} is {turn!r}; write {{'from': 'human' or 'gpt', 'value': text}}")
-    expected = ("human", "gpt")[index % 2]
-    role = _ROLES.get(turn["from"]) if isinstance(turn.get("from"), str) else None
-    if role != _ROLES[expected]:
-        raise ValueError(f"{place}: field '{field}.from' is {turn.get('from')!r}; write {expected!r}, turns alternate")
-    return {"role": role, "content": turn["value"]}
+def _check_text(messages: Sequence[Message], place: str) -> None:
+    for message in messages:
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: the {message['role']}'s text holds half of a surrogate pair ({error.reason}); remove it") from error

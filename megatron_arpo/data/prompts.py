@@ -9,12 +9,13 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_arpo.data.jsonl import read_jsonl
+from megatron_arpo.data.parquet import read_parquet
 from megatron_arpo.data.system_prompt import SYSTEM_PROMPT
 from megatron_arpo.types import Prompt
 
@@ -23,8 +24,6 @@ QUESTION_FIELDS = ("question", "problem")
 
 _BROKEN_ESCAPES = {"\x08oxed": "\\boxed", "\x0crac{": "\\frac{"}
 """LaTeX commands whose backslash and first letter were once read as a backspace or a form feed."""
-
-_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ def load_prompts(path: str | Path, *, max_rows: int | None = None) -> PromptSet:
         raise ValueError(f"{path}: is not a file; check the path")
     prompts: list[Prompt] = []
     num_repaired = 0
-    rows = _read_parquet(path) if path.suffix == ".parquet" else read_jsonl(path)
+    rows = read_parquet(path, required=("prompt", "reward_model")) if path.suffix == ".parquet" else read_jsonl(path)
     for place, row in itertools.islice(rows, max_rows):
         repaired = repair_escapes(row)
         num_repaired += repaired != row
@@ -79,26 +78,6 @@ def repair_escapes(value: Any) -> Any:
     if isinstance(value, list):
         return [repair_escapes(held) for held in value]
     return value
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            for name in ("prompt", "reward_model"):
-                if name not in columns:
-                    raise ValueError(f"{path}: column {name!r} is missing; add it (there are: {', '.join(columns)})")
-            row = 0
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                for held in batch.to_pylist():
-                    yield f"{path}, row {row}", held
-                    row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as parquet ({reason}); write or download it again") from error
 
 
 def _parse_row(row: Mapping[str, Any], prompt_id: str, stem: str, place: str) -> Prompt:

@@ -12,7 +12,7 @@ from pathlib import Path
 class MetricsFile:
     """Appends to metrics.jsonl rows {"phase": str, "step": int, "time": unix seconds, ...}.
 
-    Phases: train, eval, eval_without_tools, sft, sync, checkpoint.
+    Phases: train, eval, eval_without_tools, sft, sft_data, sync, checkpoint.
     """
 
     def __init__(self, path: Path) -> None:

@@ -55,6 +55,11 @@ class RunFolder:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def sequences(self) -> Path:
+        """Tokenised demonstrations of `sft`."""
+        return self.path / "sequences"
+
     def write_config(self, config: RunConfig) -> None:
         aside = self.path / ".config.yaml.tmp"
         aside.write_text(dump_config(config), encoding="utf-8")
