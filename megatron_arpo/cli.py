@@ -102,6 +102,7 @@ def _check_inputs(config: RunConfig) -> Architecture:
 
     architecture = read_architecture(config.model.path)
     architecture.check_layout(config.actor.layout)
+    architecture.check_recompute(config.actor.recompute)
     get_reward(config.reward)
     check_tools(config.tools)
     return architecture

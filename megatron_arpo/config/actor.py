@@ -150,3 +150,12 @@ class ActorSettings(Settings):
 
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of each actor process."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ActorSettings:
+        if self.recompute is None or self.recompute.granularity == "full":
+            return self
+        lost = sorted({"layernorm", "moe_act"} & set(self.recompute.modules))
+        if self.fp8 is not None and self.fp8.recipe == "delayed" and lost:
+            raise ValueError(f"actor.recompute.modules: the delayed FP8 recipe can't recompute {lost[0]}; use tensorwise or take it out")
+        return self

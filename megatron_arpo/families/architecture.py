@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_arpo.config.actor import LayoutSettings
+from megatron_arpo.config.actor import LayoutSettings, RecomputeSettings
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 
@@ -83,6 +83,16 @@ class Architecture:
                 f"use {_one_of([n for n in range(1, self.num_layers + 1) if self.num_layers % n == 0])}"
             )
         self._check_experts(layout)
+
+    def check_recompute(self, recompute: RecomputeSettings | None) -> None:
+        """Raises ValueError where selective recomputation names what this model's layers have not."""
+        if recompute is None or recompute.granularity == "full":
+            return
+        absent = {"mlp"} if self.experts else {"moe", "moe_act"}
+        for module in recompute.modules:
+            if module in absent:
+                kind = "experts in place of an mlp" if self.experts else "no experts"
+                raise ValueError(f"actor.recompute.modules has {module!r}, but model_type={self.family} has {kind}; take it out")
 
     def _check_experts(self, layout: LayoutSettings) -> None:
         if self.experts is None:

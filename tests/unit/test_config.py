@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_arpo.config.actor import Fp8Settings, LayoutSettings, OptimizerSettings
+from megatron_arpo.config.actor import ActorSettings, Fp8Settings, LayoutSettings, OptimizerSettings, RecomputeSettings
 from megatron_arpo.config.load import dump_config, load_config
 from megatron_arpo.families.architecture import Architecture, Experts, RopeScaling, architecture_from_config
 
@@ -134,6 +134,20 @@ def test_llama_rope_scaling_and_experts_are_read() -> None:
         assert found.rope_theta == 5e5
     experts = architecture_from_config(QWEN3_MOE, "config.json").experts
     assert experts == Experts(num_experts=4, num_active=2, ffn_hidden_size=96, normalize_weights=True)
+
+
+def test_recomputed_modules_must_be_there() -> None:
+    dense, experts = architecture_from_config(QWEN3, "config.json"), architecture_from_config(QWEN3_MOE, "config.json")
+    with pytest.raises(ValueError, match=r"actor.recompute.modules has 'moe', but model_type=qwen3 has no experts"):
+        dense.check_recompute(RecomputeSettings(granularity="selective", modules=("core_attn", "moe")))
+    with pytest.raises(ValueError, match="'mlp', but model_type=qwen3_moe has experts in place of an mlp"):
+        experts.check_recompute(RecomputeSettings(granularity="selective", modules=("mlp",)))
+    experts.check_recompute(RecomputeSettings(granularity="full"))
+    with pytest.raises(ValueError, match="delayed FP8 recipe can't recompute layernorm"):
+        ActorSettings(
+            fp8=Fp8Settings(recipe="delayed", first_last_layers_bf16=False),
+            recompute=RecomputeSettings(granularity="selective", modules=("layernorm",)),
+        )
 
 
 def test_fp8_and_offload_settings_that_do_not_fit() -> None:
