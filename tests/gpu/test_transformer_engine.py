@@ -37,6 +37,13 @@ def compare(device: torch.device, first: dict, second: dict, num_steps: int, lr:
     }
 
 
+def test_a_setting_against_itself(record: Recorder, device: torch.device) -> None:
+    """How far two runs of one setting are apart: what the other rows can't be blamed for."""
+    found = compare(device, {"transformer": "local"}, {"transformer": "local"}, num_steps=3, lr=1e-5)
+    record("local layers over themselves, bf16: mean log-prob difference", found["log-probs"], at_most=1e-3, note="nats")
+    record("local layers over themselves, bf16: loss difference over 3 steps", found["losses"], at_most=1e-3)
+
+
 def test_local_layers_against_transformer_engine(record: Recorder, device: torch.device) -> None:
     if obstacle := transformer_engine_obstacle():
         record.not_installed(LOCAL_AND_TE, obstacle)

@@ -22,7 +22,7 @@ def test_tree_against_flat(record: Recorder, device: torch.device) -> None:
     architecture = actor_tree._architecture(cuda=True, quick=False) if card else replace(TOY, vocab_size=8192)
     dtype = torch.bfloat16 if card else torch.float32
     updater = build_updater(architecture, dtype, actor_tree.actor_settings(card))
-    scale = 1 if card else 64
+    scale = 1 if card else 128
     cost = RowCost(per_token=token_flops(architecture), per_key=key_flops(architecture))
 
     def update(rows: list[PackedRow]) -> None:
