@@ -1,27 +1,26 @@
 """Tree attention, the core attention of every layer: each query sees its ancestors in a depth-first row and nothing else.
 
-A flat batch is the case of one-path trees, so there is this one path. On GPU it is FlexAttention with a block mask, on CPU one
-scaled_dot_product_attention call a run of tokens over the keys of its ancestors. Under context parallelism a rank has slices of
+A flat batch is the case of one-path trees, so there is this one path. On GPU it is FlexAttention with a block mask, on CPU it goes
+run by run (actor/run_attention.py). Under context parallelism a rank has slices of
 the queries and gathers keys and values. Suffixes: T tokens of the row, Q of them on this rank, h query heads, g KV heads, d head
 dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_arpo.actor.tree_mask import QueryRun, Ranges, merged
+from megatron_arpo.actor.run_attention import attend_runs
+from megatron_arpo.actor.tree_mask import QueryRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +83,3 @@ def _gather_row(x_Q1gd: torch.Tensor, row_order_T: torch.Tensor) -> torch.Tensor
 @cache
 def _compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=True)
-
-
-def attend_runs(
-    runs: Sequence[QueryRun], query_hQd: torch.Tensor, key_gTd: torch.Tensor, value_gTd: torch.Tensor, scale: float | None
-) -> torch.Tensor:
-    """Output [h, Q, d], run by run; runs are in the order of the queries."""
-
-    def attend(run: QueryRun) -> torch.Tensor:
-        ranges = merged([*run.ancestor_ranges, (run.start, run.end)])
-        keys, values = _select(key_gTd, ranges), _select(value_gTd, ranges)
-        num_queries, num_keys = run.end - run.start, keys.shape[1]
-        query = query_hQd[:, run.first : run.first + num_queries]
-        causal = num_queries == num_keys
-        visible = None if causal else torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
-        return F.scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=True
-        )[0]
-
-    return torch.cat([attend(run) for run in runs], dim=1)
-
-
-def _select(x_gTd: torch.Tensor, ranges: Ranges) -> torch.Tensor:
-    if len(ranges) == 1:
-        return x_gTd[:, ranges[0][0] : ranges[0][1]]
-    return torch.cat([x_gTd[:, start:end] for start, end in ranges], dim=1)

@@ -8,6 +8,7 @@ installed. Where CUDA exists only the latter applies. Another megatron-core is r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_arpo.config.packages import INSTALL_MEGATRON, MEGATRON_VERSION
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _CPU = torch.device("cpu")
 _TENSOR_TYPE = torch.Tensor.type
 _TENSOR_CUDA = torch.Tensor.cuda
@@ -46,12 +48,21 @@ def prepare() -> None:
         )
     _use_checkpointable_adam()
     if not on_cuda() and not _active_mode:
+        _keep_freed_memory()
         torch.compiler.set_stance("force_eager")  # compiling Megatron's small fusions takes longer than it saves on CPU
         _answer_cuda_calls()
         _mend_moe_on_cpu()
         mode = _CudaMeansCpu()
         mode.__enter__()  # for the life of the process, and of this thread only
         _active_mode.append(mode)
+
+
+def _keep_freed_memory() -> None:
+    """glibc would give every freed activation back to the kernel and take fresh pages, zeroed one by one, for the next."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc alone has it
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class _CudaMeansCpu(TorchFunctionMode):

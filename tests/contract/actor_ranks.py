@@ -31,7 +31,7 @@ from megatron_arpo.families.architecture import read_architecture  # noqa: E402
 from megatron_arpo.types import PackedRow  # noqa: E402
 from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights  # noqa: E402
 from megatron_arpo.weights.safetensors_folder import tensor_reader  # noqa: E402
-from tests.unit.trees import flat_rows, random_tree, tree_rows  # noqa: E402
+from tests.unit.trees import flat_rows, joined, random_tree, tree_rows  # noqa: E402
 
 COST = RowCost(per_token=1.0, per_key=0.01)
 SEEDS = (21, 22, 23)
@@ -145,7 +145,7 @@ def tree_against_flat(actor: Actor) -> dict[str, dict[str, dict]]:
             chosen = trees()
             batches = [chosen[:1], chosen[1:]]
             if form == "flat":
-                rows = [flat_rows(batch, loss.aggregation, attribution) for batch in batches]
+                rows = [[joined(flat_rows(batch, loss.aggregation, attribution))] for batch in batches]
             else:
                 rows = [tree_rows(batch, loss.aggregation, attribution, 40 if form == "split" else 4096) for batch in batches]
             first, second = actor.step(rows, loss, reference)

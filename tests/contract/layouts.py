@@ -94,6 +94,8 @@ def make_models(folder: Path) -> dict[str, Path]:
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # norms and biases start at 1 and 0, which would hide a mix-up
                     parameter.add_(0.1 * torch.randn_like(parameter))
+                if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                    parameter.mul_(4.0)  # entropies differ from token to token, as a trained model's do
                 if name.endswith("mlp.gate.weight"):
                     parameter.mul_(10.0)  # routes apart, so that rounding decides no tie
         found[family] = folder / family

@@ -3,10 +3,14 @@ process, tree batches equal to flat batches, and checkpoints that go on in the s
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.contract.actor_ranks import LOSSES
-from tests.contract.layouts import CHECKPOINT_FROM, LAYOUTS, TREES_IN, LayoutRuns, families_of, parity, reference_scores
+from tests.contract.layouts import CHECKPOINT_FROM, LAYOUTS, ROOT, TREES_IN, LayoutRuns, families_of, parity, reference_scores
 
 pytestmark = pytest.mark.slow
 EVERY = [(name, family) for name in LAYOUTS for family in families_of(name)]
@@ -88,3 +92,11 @@ def test_a_checkpoint_goes_on_in_another_layout(runs: LayoutRuns, name: str, oth
     for update, (loss, norm) in enumerate(expected):
         assert sum(part[update][0] for part in parts) == pytest.approx(loss, rel=2e-4, abs=2e-5)
         assert parts[0][update][1] == pytest.approx(norm, rel=2e-4)
+
+
+@pytest.mark.parametrize(("family", "num_examples"), [("qwen2", 25), ("qwen3_moe", 10)])
+def test_random_trees_are_the_flat_batch(family: str, num_examples: int) -> None:
+    """Drawn trees, limits, attributions and losses."""
+    command = [sys.executable, "-m", "tests.contract.tree_exactness", family, str(num_examples)]
+    found = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]

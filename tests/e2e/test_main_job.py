@@ -49,9 +49,19 @@ def fine_tuned(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run/hf"
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=["tp2", "pp2", "dp2"])
-def test_train(task: Path, fine_tuned: Path, tmp_path: Path, layout: dict) -> None:
-    overrides = [f"model.path={fine_tuned}", f"actor.layout={json.dumps(layout)}"]
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {}),
+        ({"dp": 2}, {}),
+        ({"cp": 2}, {"kl_coef": 0.01, "entropy_advantage": 0.2, "aepo_clipping": True}),
+        ({"pp": 2, "vpp": 2}, {"aggregation": "seq-mean-token-mean"}),
+    ],
+    ids=["tp2", "pp2", "dp2", "cp2, KL and AEPO", "vpp2"],
+)
+def test_train(task: Path, fine_tuned: Path, tmp_path: Path, layout: dict, loss: dict) -> None:
+    overrides = [f"model.path={fine_tuned}", f"actor.layout={json.dumps(layout)}", f"algorithm.loss={json.dumps(loss)}"]
     code, output = run("train", *settings(task, tmp_path), *overrides)
     assert code == 0, output
     rows = read_metrics(tmp_path / "run/metrics.jsonl")

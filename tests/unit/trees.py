@@ -131,3 +131,14 @@ def flat_rows(trees: list[RolloutTree], aggregation: str, attribution: str) -> l
                 )
             )
     return rows
+
+
+def joined(rows: list[PackedRow]) -> PackedRow:
+    """One row with all of them behind each other."""
+    found = PackedRow.empty()
+    for row in rows:
+        start = len(found)
+        for name in PackedRow.__slots__:
+            values = getattr(row, name)
+            getattr(found, name).extend([end + start for end in values] if name == "subtree_end" else values)
+    return found
