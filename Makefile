@@ -1,9 +1,9 @@
-# make quickstart | test | test-unit | lint.   PYTHON=python3.11 picks the interpreter, SEED=1 another seed of the quickstart.
+# make quickstart | test | test-unit | lint | gpu-check.   PYTHON=python3.11 picks the interpreter, SEED=1 another seed of the quickstart.
 SEED ?= 0
 QUICKSTART_DIR ?= runs/quickstart-seed$(SEED)
 BIN := .venv/bin
 
-.PHONY: install quickstart task test test-unit lint clean
+.PHONY: install quickstart task test test-unit gpu-check lint clean
 
 install:
 	@tools/install_cpu.sh
@@ -19,6 +19,9 @@ test: install
 
 test-unit: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit
+
+gpu-check:
+	@tools/gpu_check.sh
 
 lint: install
 	@$(BIN)/ruff check . && $(BIN)/lint-imports

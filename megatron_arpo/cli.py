@@ -1,6 +1,7 @@
 """The command line. Arguments are read and files are checked before anything heavy is imported.
 
-Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a failure while running, 130 interrupted.
+Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a failure while running or what doctor misses, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell started us in the background, deaf to it
     try:
-        options.command(options)
+        return options.command(options) or 0
     except ValueError as error:
         if os.environ.get("MEGATRON_ARPO_DEBUG"):
             traceback.print_exc()
@@ -40,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"megatron-arpo: failed: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("source", type=Path, metavar="IN.jsonl", help='rows {"solution": str, "answer": str | [str]}')
     score.add_argument("target", type=Path, metavar="OUT.jsonl", help="the same rows with score and reason")
     score.set_defaults(command=_score)
+    purpose = "show what this machine has, what each missing piece costs and how to install it"
+    doctor = commands.add_parser("doctor", help=purpose, description=purpose.capitalize() + ".")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -191,6 +194,14 @@ def _bench(options: argparse.Namespace) -> None:
     show(report)
     if options.json is not None:
         write_json(report, options.json)
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    from megatron_arpo.run.doctor import examine, missing_for_cpu_training, show
+
+    findings = examine()
+    show(findings)
+    return 1 if missing_for_cpu_training(findings) else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_arpo.actor.model import unwrap_all
+from megatron_arpo.actor.offload import drop_classes, hybrid_optimizers, let_steps_advance
 from megatron_arpo.actor.update import Updater
 
 _METADATA = {
@@ -41,6 +42,7 @@ def _sharded_state(updater: Updater, is_loading: bool) -> dict[str, Any]:
 def save(updater: Updater, folder: Path) -> None:
     """Collective over all ranks; `folder` must exist and be empty. Raises OSError where the disk is full."""
     state = _sharded_state(updater, is_loading=False)
+    drop_classes(state["optimizer"])
     state["schedule"] = updater.schedule.state_dict()
     _use_in_process_results()
     strategy = dist_checkpointing.serialization.get_default_save_sharded_strategy()
@@ -63,6 +65,8 @@ def load(updater: Updater, folder: Path) -> None:
     before = _fingerprints(updater.chunks)
     with torch.no_grad():
         updater.optimizer.load_state_dict(loaded["optimizer"])
+    for hybrid in hybrid_optimizers(updater.optimizer):
+        let_steps_advance(hybrid)
     wrong = [name for name, value in _fingerprints(updater.chunks).items() if value != before[name]]
     if wrong:
         raise RuntimeError(f"{folder}: the optimizer state of {wrong[0]} and {len(wrong) - 1} more parameters belongs to other weights")

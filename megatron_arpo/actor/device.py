@@ -17,8 +17,9 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.overrides import TorchFunctionMode
 
+from megatron_arpo.config.packages import INSTALL_MEGATRON, MEGATRON_VERSION
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-MEGATRON_VERSION = "0.16.1"
 _CPU = torch.device("cpu")
 _TENSOR_TYPE = torch.Tensor.type
 _TENSOR_CUDA = torch.Tensor.cuda
@@ -43,7 +44,7 @@ def prepare() -> None:
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON_VERSION:
         raise RuntimeError(
-            f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; pip install megatron-core=={MEGATRON_VERSION}"
+            f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; {INSTALL_MEGATRON}"
         )
     _use_checkpointable_adam()
     if not on_cuda() and not _active_mode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 from typing import Literal
@@ -10,10 +9,8 @@ from typing import Literal
 import torch
 
 from megatron_arpo.config.actor import ActorSettings
+from megatron_arpo.config.packages import INSTALL_TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_VERSIONS, installed_version
 
-TRANSFORMER_ENGINE_VERSIONS = ">=2.9,<2.12"
-"""What megatron-core 0.16.1 asks for."""
-INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]==2.11.0'"
 LEAST_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Compute capability that an FP8 recipe needs."""
 
@@ -22,11 +19,7 @@ LayerImplementation = Literal["local", "transformer_engine"]
 
 def transformer_engine_version() -> str | None:
     """None where Transformer Engine, with its part for PyTorch, is not installed."""
-    try:
-        importlib.metadata.version("transformer-engine-torch")
-        return importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_version("transformer-engine") if installed_version("transformer-engine-torch") else None
 
 
 def transformer_engine_obstacle() -> str | None:

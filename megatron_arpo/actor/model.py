@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -168,6 +169,10 @@ def _block_spec(config: TransformerConfig, implementation: LayerImplementation, 
 def build_model(config: TransformerConfig, architecture: Architecture, implementation: LayerImplementation) -> list[torch.nn.Module]:
     """This rank's model chunks, in order of depth: one, or `vpp` of them. Weights are not loaded yet; parallel_state must be
     initialised."""
+    if implementation == "transformer_engine":
+        # megatron-core 0.16.1 wants Apex for gradient accumulation fusion in its output layer, which is never run here; Transformer
+        # Engine's layers bring their own
+        layers._grad_accum_fusion_available = True
     num_chunks = config.virtual_pipeline_model_parallel_size
     stages = [None] if num_chunks is None else list(range(num_chunks))
     return [_build_chunk(config, architecture, implementation, stage) for stage in stages]

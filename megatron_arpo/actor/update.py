@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_arpo.actor.device import on_cuda
 from megatron_arpo.actor.forward import TargetLoss, run_rows
 from megatron_arpo.actor.layout import slice_multiple
+from megatron_arpo.actor.offload import allocate_states, hold_weights_once, hybrid_optimizers
 from megatron_arpo.actor.row_tensors import RowTensors, row_tensors
 from megatron_arpo.actor.sums import Sums, add_up
 from megatron_arpo.actor.target_logprobs import LogitSettings
@@ -44,26 +45,28 @@ class Updater:
         )
         self.chunks = [DistributedDataParallel(config, wrapping, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
         min_lr = optimizer.lr * (1.0 if optimizer.schedule == "constant" else optimizer.final_lr_fraction)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer=optimizer.kind,
-                lr=optimizer.lr,
-                min_lr=min_lr,
-                weight_decay=optimizer.weight_decay,
-                adam_beta1=optimizer.beta1,
-                adam_beta2=optimizer.beta2,
-                adam_eps=optimizer.eps,
-                sgd_momentum=0.0,
-                clip_grad=optimizer.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=sharded,
-                optimizer_cpu_offload=optimizer.cpu_offload_fraction > 0,
-                optimizer_offload_fraction=optimizer.cpu_offload_fraction,
-                overlap_cpu_optimizer_d2h_h2d=on_cuda(),
-            ),
-            self.chunks,
+        optimizer_config = OptimizerConfig(
+            optimizer=optimizer.kind,
+            lr=optimizer.lr,
+            min_lr=min_lr,
+            weight_decay=optimizer.weight_decay,
+            adam_beta1=optimizer.beta1,
+            adam_beta2=optimizer.beta2,
+            adam_eps=optimizer.eps,
+            sgd_momentum=0.0,
+            clip_grad=optimizer.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=sharded,
+            optimizer_cpu_offload=optimizer.cpu_offload_fraction > 0,
+            optimizer_offload_fraction=optimizer.cpu_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=on_cuda(),
         )
+        if optimizer.cpu_offload_fraction:
+            hold_weights_once(optimizer_config)
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.chunks)
+        for hybrid in hybrid_optimizers(self.optimizer):
+            allocate_states(hybrid)
         if sharded and not optimizer.cpu_offload_fraction:
             _allocate_states(self.optimizer)
         self.schedule = OptimizerParamScheduler(

@@ -20,6 +20,7 @@ from megatron_arpo.batch.tree import WeightedTree
 from megatron_arpo.bench.memory import peak_bytes_of
 from megatron_arpo.bench.published_trees import DEEP_SEARCH, REASONING, TreeShape, draw_tree, paths
 from megatron_arpo.bench.report import MIN_PAIRS, BenchReport, Ratio, counted_ratio, paired_ratio, seconds_of
+from megatron_arpo.config.actor import ActorSettings, RecomputeSettings
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.flops import key_flops, token_flops
 from megatron_arpo.types import PackedRow
@@ -46,7 +47,7 @@ def measure(quick: bool) -> BenchReport:
         counted, ratio = _count(name, shape, num_prompts, cost)
         rows += counted
         ratios |= ratio
-    with BenchActor(architecture, torch.bfloat16 if cuda else torch.float32) as actor:
+    with BenchActor(architecture, torch.bfloat16 if cuda else torch.float32, actor_settings(cuda and not quick)) as actor:
         for name, (shape, _) in SHAPES.items():
             measured, ratio = _time(name, shape.shrunk(scale), ROW_LIMITS[0] // scale, cost, actor.update)
             rows += measured
@@ -61,9 +62,14 @@ def measure(quick: bool) -> BenchReport:
     return BenchReport(bench="actor-tree", settings=settings, rows=rows, ratios=ratios)
 
 
+def actor_settings(full_size: bool) -> ActorSettings:
+    """Activations of a row of 65,536 tokens, with the state of four layers of a 7B model, fit a card of 80 GB only if computed again."""
+    return ActorSettings(recompute=RecomputeSettings(granularity="full") if full_size else None)
+
+
 def _architecture(cuda: bool, quick: bool) -> Architecture:
     if cuda and not quick:
-        sizes = dict(num_layers=8, hidden_size=3584, ffn_hidden_size=18944, num_heads=28, num_kv_heads=4, head_dim=128, vocab_size=152_064)
+        sizes = dict(num_layers=4, hidden_size=3584, ffn_hidden_size=18944, num_heads=28, num_kv_heads=4, head_dim=128, vocab_size=152_064)
     else:
         sizes = dict(
             num_layers=1 if quick else 2, hidden_size=512, ffn_hidden_size=1408, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=8192

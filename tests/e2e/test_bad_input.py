@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.e2e.commands import run
@@ -119,6 +120,26 @@ def test_sft_without_its_section(config: dict, tmp_path: Path) -> None:
     expect_refusal(config, tmp_path, "section sft is missing", command="sft")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a CUDA device these can run")
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("actor.fp8.recipe=blockwise", "actor.fp8.recipe=blockwise: there is no CUDA device; remove actor.fp8 to train in bf16"),
+        ("actor.transformer=transformer_engine", "actor.transformer=transformer_engine: there is no CUDA device; use auto or local"),
+        (
+            "actor.optimizer.cpu_offload_fraction=0.5",
+            "actor.optimizer.cpu_offload_fraction moves state off a CUDA device, and there is none; set it to 0",
+        ),
+    ],
+)
+def test_kernels_that_this_machine_has_not(config: dict, task: Path, tmp_path: Path, command: str, override: str, sentence: str) -> None:
+    config["model"]["dtype"] = "bfloat16"
+    config["sft"] = {"demonstrations": str(task / "demonstrations.json")}
+    output = expect_refusal(config, tmp_path, command=command, overrides=(override,))
+    assert output.splitlines() == [f"megatron-arpo: {sentence}"]
+
+
 def test_checkpoint_of_another_architecture(config: dict, task: Path, tmp_path: Path) -> None:
     checkpoint = Path(config["run"]["dir"]) / "checkpoints/step_000001"
     checkpoint.mkdir(parents=True)
@@ -140,7 +161,7 @@ def test_convert_of_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert code == 2 and "not a checkpoint" in output and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", [[], ["sft"], ["train"], ["eval"], ["convert"], ["score"], ["check-config"]])
+@pytest.mark.parametrize("command", [[], ["sft"], ["train"], ["eval"], ["convert"], ["score"], ["check-config"], ["doctor"]])
 def test_help_is_quick(command: list[str]) -> None:
     started = time.monotonic()
     code, output = run(*command, "--help")
