@@ -28,7 +28,7 @@ from megatron_arpo.types import PackedRow
 SHAPES = {"reasoning": (REASONING, 16), "deep search": (DEEP_SEARCH, 8)}
 """Shape and prompts of a mini-batch, as published."""
 ROW_LIMITS = (65_536, 11_264)
-NUM_MEASURED = 4
+NUM_MEASURED = 2
 """Prompts of the mini-batch that is timed."""
 NUM_RANKS = 8
 """Data-parallel ranks of the schedule whose evenness is shown."""
@@ -72,7 +72,7 @@ def _architecture(cuda: bool, quick: bool) -> Architecture:
         sizes = dict(num_layers=4, hidden_size=3584, ffn_hidden_size=18944, num_heads=28, num_kv_heads=4, head_dim=128, vocab_size=152_064)
     else:
         sizes = dict(
-            num_layers=1 if quick else 2, hidden_size=512, ffn_hidden_size=1408, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=8192
+            num_layers=1 if quick else 2, hidden_size=512, ffn_hidden_size=2304, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=1024
         )
     return Architecture(
         family="qwen2", tied_embeddings=False, norm_eps=1e-6, rope_theta=1e6, max_positions=32768, qkv_bias=True, qk_norm=False, **sizes
@@ -89,7 +89,7 @@ class _Forms:
 
 
 def _forms(shape: TreeShape, num_prompts: int, row_limit: int, cost: RowCost, num_ranks: int = 1) -> _Forms:
-    trees = [draw_tree(shape, seed, vocab_size=8192) for seed in range(num_prompts)]
+    trees = [draw_tree(shape, seed, vocab_size=1024) for seed in range(num_prompts)]
     weighted, flat = [], []
     for tree, weights in zip(trees, leaf_weights(trees, "token-mean"), strict=True):
         advantages = group_advantages([reward.score for reward in tree.rewards])
