@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         ("eval", _eval, "score held-out prompts"),
         ("check-config", _check_config, "check a configuration and print it with every default"),
     ):
-        command = commands.add_parser(name, help=purpose, description=purpose.capitalize() + ".")
+        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
         command.add_argument("config", type=Path, metavar="CONFIG.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
         command.set_defaults(command=function)
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("target", type=Path, metavar="OUT.jsonl", help="the same rows with score and reason")
     score.set_defaults(command=_score)
     purpose = "show what this machine has, what each missing piece costs and how to install it"
-    doctor = commands.add_parser("doctor", help=purpose, description=purpose.capitalize() + ".")
+    doctor = commands.add_parser("doctor", help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
     doctor.set_defaults(command=_doctor)
     return parser
 
@@ -105,7 +105,7 @@ def _check_inputs(config: RunConfig) -> Architecture:
 
     architecture = read_architecture(config.model.path)
     architecture.check_layout(config.actor.layout)
-    architecture.check_recompute(config.actor.recompute)
+    architecture.check_recompute(config.actor.recompute, config.actor.layout)
     get_reward(config.reward)
     check_tools(config.tools)
     return architecture
@@ -115,7 +115,7 @@ def _check_machine(config: RunConfig) -> None:
     """What this machine can't run; where the run joins a cluster, its workers look at theirs."""
     actor = config.actor
     if os.environ.get("RAY_ADDRESS") or not (
-        actor.fp8 or actor.transformer == "transformer_engine" or actor.optimizer.cpu_offload_fraction
+        actor.fp8 or actor.recompute or actor.transformer == "transformer_engine" or actor.optimizer.cpu_offload_fraction
     ):
         return
     from megatron_arpo.actor.kernels import check_kernels

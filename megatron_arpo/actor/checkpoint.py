@@ -1,6 +1,6 @@
 """Model, optimizer and schedule to and from a Megatron dist-checkpoint that any layout can load.
 
-Callers write to a folder aside and rename it (run/state.py); this file only fills or reads one.
+Callers write to a folder aside and rename it (run/folder.py); this file only fills or reads one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _fingerprints(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
 
 
 def load_model_only(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Weights without the optimizer, for conversion and for a run that starts from another run's checkpoint."""
+    """Weights without the optimizer, for conversion."""
     _load_model(chunks, _load({"model": _model_state(chunks, _METADATA)}, folder)["model"])
 
 

@@ -43,9 +43,7 @@ def prepare() -> None:
     megatron-core than the one the patches were written for."""
     found = importlib.metadata.version("megatron-core")
     if found != MEGATRON_VERSION:
-        raise RuntimeError(
-            f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; {INSTALL_MEGATRON}"
-        )
+        raise RuntimeError(f"megatron-core {found} is installed, this needs {MEGATRON_VERSION}; {INSTALL_MEGATRON}")
     _use_checkpointable_adam()
     if not on_cuda() and not _active_mode:
         _keep_freed_memory()

@@ -52,8 +52,9 @@ def check_kernels(actor: ActorSettings) -> None:
     if actor.optimizer.cpu_offload_fraction and not torch.cuda.is_available():
         raise ValueError("actor.optimizer.cpu_offload_fraction moves state off a CUDA device, and there is none; set it to 0")
     modules = actor.recompute.modules if actor.recompute and actor.recompute.granularity == "selective" else ()
-    if "moe_act" in modules and (actor.transformer == "local" or transformer_engine_obstacle()):
-        raise ValueError("actor.recompute.modules: moe_act is recomputed in Transformer Engine's grouped experts alone; use moe")
+    for module in {"moe_act", "layernorm"} & set(modules):
+        if actor.transformer == "local" or transformer_engine_obstacle():
+            raise ValueError(f"actor.recompute.modules: {module} is recomputed in Transformer Engine's layers alone; take it out")
     if actor.fp8 is None:
         return
     if actor.transformer == "local":

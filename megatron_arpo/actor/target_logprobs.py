@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitSettings:
     """`vocab_size` is the tokenizer's: padded rows at and behind it get no probability. `chunk_tokens` bounds the logits that exist
-    at a time to 4 * chunk_tokens * V bytes."""
+    at a time to 8 * chunk_tokens * V bytes, a copy included."""
 
     vocab_size: int
     chunk_tokens: int

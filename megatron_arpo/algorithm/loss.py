@@ -25,15 +25,16 @@ class ClipSettings:
     keep_gradient: bool = False
 
 
-def clipped_loss(ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: ClipSettings) -> torch.Tensor:
-    """max(-r A, -clip(r, 1 - low, 1 + high) A), bounded by c |A| where A < 0; shape [T].
+def clipped_loss(log_ratio_T: torch.Tensor, advantage_T: torch.Tensor, clip: ClipSettings) -> torch.Tensor:
+    """max(-r A, -clip(r, 1 - low, 1 + high) A), bounded by c |A| where A < 0; r = exp(log_ratio), shape [T].
 
     PPO's surrogate (arXiv 1707.06347, eq. 7) with the dual clip of arXiv 1912.09729, eq. 8. With `keep_gradient` the upper bound
     is (1 + high) r / sg(r): the value is the same, the gradient that of a token at the bound (AEPO, arXiv 2510.14545).
     """
+    ratio_T = log_ratio_T.exp()
     clipped_T = ratio_T.clamp(1.0 - clip.low, 1.0 + clip.high)
     if clip.keep_gradient:
-        clipped_T = torch.where(ratio_T > 1.0 + clip.high, (1.0 + clip.high) * ratio_T / ratio_T.detach(), clipped_T)
+        clipped_T = torch.where(ratio_T > 1.0 + clip.high, (1.0 + clip.high) * (log_ratio_T - log_ratio_T.detach()).exp(), clipped_T)
     loss_T = torch.maximum(-ratio_T * advantage_T, -clipped_T * advantage_T)
     if clip.dual is None:
         return loss_T
@@ -52,8 +53,8 @@ def tree_policy_loss(
 
     `importance_T` are weights w_t without gradient (all 1 where None).
     """
-    ratio_T = (logprobs_T - old_logprobs_T).exp()
-    loss_T = clipped_loss(ratio_T, advantage_pos_T, clip) + clipped_loss(ratio_T, advantage_neg_T, clip)
+    log_ratio_T = logprobs_T - old_logprobs_T
+    loss_T = clipped_loss(log_ratio_T, advantage_pos_T, clip) + clipped_loss(log_ratio_T, advantage_neg_T, clip)
     if importance_T is not None:
         loss_T = loss_T * importance_T
     return loss_T.sum()

@@ -30,12 +30,13 @@ class RowCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where micro-batches go. `multiple_of`: their number on a rank is a multiple of it. `even_micro_batches`: all of them should
-    cost the same, since pipeline stages or expert-parallel ranks wait for each; else only the ranks' totals should."""
+    cost the same, since the `num_stages` of a pipeline or expert-parallel ranks wait for each; else only the ranks' totals should."""
 
     num_ranks: int
     max_row_tokens: int
     cost: RowCost
     multiple_of: int = 1
+    num_stages: int = 1
     even_micro_batches: bool = False
     largest_to_mean: float = 1.1
 
@@ -65,16 +66,9 @@ def schedule_trees(trees: Sequence[WeightedTree], placement: Placement, attribut
     if not trees:
         raise ValueError("a batch needs at least one tree")
     parts = [part for tree in trees for part in tree_parts(tree, placement.max_row_tokens)]
-    best = _deal(parts, placement)
-    while best.largest_to_mean > placement.largest_to_mean:
-        parts = _take_apart(parts, placement.cost)
-        if parts is None:
-            break
-        found = _deal(parts, placement)
-        if found.largest < best.largest:
-            best = found
-        elif found.total > best.largest * best.number:
-            break  # the repeated prefixes alone cost more than evenness can win
+    # more and smaller micro-batches than memory asks for pay where they keep the stages of a pipeline busy
+    choices = (1, 2, 4, 8) if placement.num_stages > 1 else (1,)
+    best = min((_deal_evenly(parts, placement, more_rows) for more_rows in choices), key=lambda one: one.time)
     return Schedule(
         rows=tuple(tuple(pack_row(one.parts, attribution) if one.parts else FILLER for one in rank) for rank in best.ranks),
         num_tokens=sum(one.num_tokens for rank in best.ranks for one in rank),
@@ -84,52 +78,63 @@ def schedule_trees(trees: Sequence[WeightedTree], placement: Placement, attribut
     )
 
 
+def _deal_evenly(parts: Sequence[TreePart], placement: Placement, more_rows: int) -> _Dealt:
+    """Takes trees apart until the costs are even enough, or the repeated prefixes alone cost more than evenness can win. Returns
+    the fastest that was found on the way."""
+    found = best = _deal(parts, placement, more_rows)
+    while found.largest_to_mean > placement.largest_to_mean and found.time_if_even < best.time * (1.0 + 1e-9):
+        parts = _take_apart(parts, placement.cost)
+        if parts is None:
+            break
+        found = _deal(parts, placement, more_rows)
+        best = min(best, found, key=lambda one: one.time)
+    return best
+
+
 def _take_apart(parts: Sequence[TreePart], cost: RowCost) -> list[TreePart] | None:
-    """The costliest part that has several leaves cut where its two halves are most even; None where every part has one leaf."""
-    several = [part for part in parts if len(part.leaf_indices) > 1]
+    """The costliest parts that have several leaves cut where their halves are most even, one in sixteen at a time; None where every
+    part has one leaf."""
+    several = sorted((part for part in parts if len(part.leaf_indices) > 1), key=cost.of, reverse=True)
     if not several:
         return None
-    costliest = max(several, key=cost.of)
-    halves = min(costliest.cuts(), key=lambda pair: max(map(cost.of, pair)))
-    return [part for part in parts if part is not costliest] + list(halves)
+    chosen = several[: max(1, len(parts) // 16)]
+    halves = [half for part in chosen for half in min(part.cuts(), key=lambda pair: max(map(cost.of, pair)))]
+    return [part for part in parts if all(part is not one for one in chosen)] + halves
 
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """Rows of each rank, and the costs that should be even."""
+    """Rows of each rank, the costs that should be even, and how many of them run one after the other."""
 
     ranks: list[list[_Bin]]
     evened: list[float]
+    in_a_row: int
 
     @property
-    def largest(self) -> float:
-        return max(self.evened)
+    def time(self) -> float:
+        return self.in_a_row * max(self.evened)
 
     @property
-    def total(self) -> float:
-        return sum(self.evened)
-
-    @property
-    def number(self) -> int:
-        return len(self.evened)
+    def time_if_even(self) -> float:
+        return self.in_a_row * sum(self.evened) / len(self.evened)
 
     @property
     def largest_to_mean(self) -> float:
-        return self.largest * self.number / self.total
+        return self.time / self.time_if_even
 
 
-def _deal(parts: Sequence[TreePart], placement: Placement) -> _Dealt:
-    """Costliest part first into the cheapest row that has room for it, with as few rows as hold them all."""
+def _deal(parts: Sequence[TreePart], placement: Placement, more_rows: int) -> _Dealt:
+    """Costliest part first into the cheapest row that has room for it, with `more_rows` times as few rows as hold them all."""
     ordered = sorted(parts, key=placement.cost.of, reverse=True)
     step = placement.num_ranks * placement.multiple_of
     least = -(-sum(part.num_tokens for part in parts) // placement.max_row_tokens)
-    num_rows = -(-least // step) * step
+    num_rows = -(-least // step) * step * more_rows
     while (bins := _fill(ordered, num_rows, placement)) is None:
         num_rows += step
     ranks = _share_out(bins, placement.num_ranks)
     if placement.even_micro_batches:
-        return _Dealt(ranks, [one.cost for rank in ranks for one in rank])
-    return _Dealt(ranks, [sum(one.cost for one in rank) for rank in ranks])
+        return _Dealt(ranks, [one.cost for rank in ranks for one in rank], len(ranks[0]) + placement.num_stages - 1)
+    return _Dealt(ranks, [sum(one.cost for one in rank) for rank in ranks], 1)
 
 
 def _fill(ordered: Sequence[TreePart], num_rows: int, placement: Placement) -> list[_Bin] | None:

@@ -137,7 +137,7 @@ class ActorSettings(Settings):
     fp8: Fp8Settings | None = None
 
     logits_chunk_tokens: int = Field(default=2048, ge=1)
-    """Targets whose logits exist at a time: 4 bytes * vocabulary / tp each."""
+    """Targets whose logits exist at a time: 8 bytes * vocabulary / tp each, a copy included."""
 
     max_row_tokens: int = Field(default=11264, ge=16)
     """Tokens of one packed row, which is one micro-batch. A longer tree is split by repeating the prefix it needs."""

@@ -81,11 +81,6 @@ class LossSettings(Settings):
     importance_cap: float | None = Field(default=2.0, gt=0)
     """Cap of the truncated importance weight exp(actor - engine log-prob) against engine mismatch; null: not applied."""
 
-    @property
-    def needs_equal_groups(self) -> bool:
-        """True where a tree whose rewards are all equal still takes part in the update."""
-        return self.kl_coef > 0 or self.entropy_advantage > 0
-
 
 class AlgorithmSettings(Settings):
     rollout: RolloutPolicy = ArpoRollout()

@@ -9,24 +9,20 @@ MEGATRON_VERSION = "0.16.1"
 """The one that the patches in actor/ are written for."""
 RAY_VERSION = "2.60.0"
 VLLM_VERSION = "0.32.0"
-SGLANG_VERSION = "0.5.23"
 TRANSFORMERS_VERSIONS = ">=5.16.1,<5.20"
 TRANSFORMER_ENGINE_VERSIONS = ">=2.9,<2.12"
 """What megatron-core 0.16.1 asks for."""
 
 INSTALL_FOR_CPU = "make install"
-INSTALL_FOR_CUDA = "pip install 'megatron-arpo[cuda]'"
+INSTALL_FOR_CUDA = "pip install -e '.[cuda]'"
 INSTALL_MEGATRON = f"pip install megatron-core=={MEGATRON_VERSION}"
 INSTALL_RAY = f"pip install ray=={RAY_VERSION}"
 INSTALL_TRANSFORMERS = f"pip install 'transformers{TRANSFORMERS_VERSIONS}'"
 INSTALL_TRANSFORMER_ENGINE = "pip install --no-build-isolation 'transformer-engine[pytorch]==2.11.0'"
-INSTALL_APEX = (
-    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation --no-cache-dir git+https://github.com/NVIDIA/apex"
-)
+INSTALL_APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation --no-cache-dir git+https://github.com/NVIDIA/apex"
 """From NVIDIA's repository, with its CUDA compiler: the package named apex on PyPI is something else."""
 INSTALL_VLLM = f"pip install vllm=={VLLM_VERSION}"
-INSTALL_SGLANG = f"python3 -m venv sglang-env && sglang-env/bin/pip install sglang=={SGLANG_VERSION}"
-INSTALL_DALI = "pip install 'megatron-arpo[dali]'"
+INSTALL_DALI = "pip install -e '.[dali]'"
 INSTALL_BUBBLEWRAP = "apt-get install bubblewrap"
 
 

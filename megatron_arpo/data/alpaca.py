@@ -36,7 +36,10 @@ def parse_alpaca(row: Mapping[str, Any], place: str, fields: AlpacaFields) -> tu
         raise ValueError(f"{place}: field {fields.prompt!r} is {row.get(fields.prompt)!r}; write the instruction as text")
     system = _text(row, fields.system, place)
     messages = [{"role": "system", "content": system}] if system else []
-    for index, pair in enumerate((row.get(fields.history) if fields.history else None) or []):
+    history = (row.get(fields.history) if fields.history else None) or []
+    if not isinstance(history, list):
+        raise ValueError(f"{place}: field {fields.history!r} is {history!r}; write a list of [instruction, response]")
+    for index, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) and text.strip() for text in pair):
             raise ValueError(f"{place}: field '{fields.history}[{index}]' is {pair!r}; write [instruction, response], both text")
         messages += _pair(*pair)

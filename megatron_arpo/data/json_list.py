@@ -29,6 +29,8 @@ def read_json_list(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not isinstance(row, dict):
                     raise ValueError(f"{place}: is a {type(row).__name__}; write one object a row")
                 yield place, row
+        except RecursionError as error:
+            raise ValueError(f"{path}: is nested too deeply; write a list of rows") from error
         except ijson.JSONError as error:
             reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else str(error)
             raise ValueError(f"{path}: is not JSON in UTF-8 ({reason.splitlines()[0]}); write a list of rows") from error

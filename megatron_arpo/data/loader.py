@@ -62,7 +62,7 @@ def check_loader(kind: LoaderKind) -> None:
             import nvidia.dali  # noqa: F401
         except ImportError as error:
             raise ValueError(
-                f"sft.loader=dali needs NVIDIA DALI, which cannot be imported ({error}); pip install 'megatron-arpo[dali]' or use torch"
+                f"sft.loader=dali needs NVIDIA DALI, which cannot be imported ({error}); pip install -e '.[dali]' or use torch"
             ) from error
 
 

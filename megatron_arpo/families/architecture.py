@@ -74,7 +74,7 @@ class Architecture:
                 fitting = [n for n in range(1, size + 1) if self.num_heads % n == 0 and self.num_kv_heads % n == 0]
                 raise ValueError(f"actor.layout.tp={tp} must divide {name}={size}; use {_one_of(fitting)}")
         if self.experts is None and self.ffn_hidden_size % tp:
-            raise ValueError(f"actor.layout.tp={tp} must divide intermediate_size={self.ffn_hidden_size}")
+            raise ValueError(f"actor.layout.tp={tp} must divide intermediate_size={self.ffn_hidden_size}; use a smaller tp")
         chunks = layout.pp * layout.vpp
         if self.num_layers % chunks:
             what = f"pp={layout.pp}" if layout.vpp == 1 else f"pp={layout.pp} times vpp={layout.vpp}"
@@ -84,9 +84,15 @@ class Architecture:
             )
         self._check_experts(layout)
 
-    def check_recompute(self, recompute: RecomputeSettings | None) -> None:
-        """Raises ValueError where selective recomputation names what this model's layers have not."""
-        if recompute is None or recompute.granularity == "full":
+    def check_recompute(self, recompute: RecomputeSettings | None, layout: LayoutSettings) -> None:
+        """Raises ValueError where recomputation names what this model's layers have not, or more layers than a chunk has."""
+        if recompute is None:
+            return
+        if recompute.granularity == "full":
+            in_chunk = self.num_layers // (layout.pp * layout.vpp)
+            if in_chunk % recompute.layers:
+                fitting = _one_of([n for n in range(1, in_chunk + 1) if in_chunk % n == 0])
+                raise ValueError(f"actor.recompute.layers={recompute.layers} must divide the {in_chunk} layers of a chunk; use {fitting}")
             return
         absent = {"mlp"} if self.experts else {"moe", "moe_act"}
         for module in recompute.modules:
@@ -100,9 +106,10 @@ class Architecture:
                 raise ValueError(f"actor.layout.ep={layout.ep}, etp={layout.etp}: model_type={self.family} has no experts; set both to 1")
             return
         if self.experts.num_experts % layout.ep:
-            raise ValueError(f"actor.layout.ep={layout.ep} must divide num_experts={self.experts.num_experts}")
+            raise ValueError(f"actor.layout.ep={layout.ep} must divide num_experts={self.experts.num_experts}; use a smaller ep")
         if self.experts.ffn_hidden_size % layout.etp:
-            raise ValueError(f"actor.layout.etp={layout.etp} must divide moe_intermediate_size={self.experts.ffn_hidden_size}")
+            size = self.experts.ffn_hidden_size
+            raise ValueError(f"actor.layout.etp={layout.etp} must divide moe_intermediate_size={size}; use a smaller etp")
         if layout.ep == 1 and layout.etp != layout.tp:
             raise ValueError(
                 f"actor.layout.etp={layout.etp} must equal tp={layout.tp} where ep=1, since megatron-core 0.16.1 then leaves the experts' "
@@ -134,6 +141,9 @@ def read_architecture(model_path: Path) -> Architecture:
 
 def architecture_from_config(values: dict[str, Any], source: str) -> Architecture:
     """`values` as in config.json; `source` names it in errors."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: holds a {type(values).__name__}; give the config.json of a Hugging Face model")
+    _check_numbers(values, source)
     family = values.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{source}: model_type={family!r} is not supported; use one of {', '.join(FAMILIES)}")
@@ -151,7 +161,7 @@ def architecture_from_config(values: dict[str, Any], source: str) -> Architectur
             ffn_hidden_size=values["intermediate_size"],
             experts=_experts(values, source) if family == "qwen3_moe" else None,
             num_heads=num_heads,
-            num_kv_heads=values.get("num_key_value_heads", num_heads),
+            num_kv_heads=values.get("num_key_value_heads") or num_heads,
             head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
             vocab_size=values["vocab_size"],
             tied_embeddings=values.get("tie_word_embeddings", False),
@@ -164,6 +174,25 @@ def architecture_from_config(values: dict[str, Any], source: str) -> Architectur
         )
     except KeyError as error:
         raise ValueError(f"{source}: key {error} is missing; the file does not describe a {family} model") from error
+
+
+_NUMBERS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+
+
+def _check_numbers(values: dict[str, Any], source: str) -> None:
+    for name in _NUMBERS:
+        value = values.get(name)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ValueError(f"{source}: {name}={value!r} must be a positive whole number; the file is damaged, fetch the model again")
+    heads, kv_heads = values.get("num_attention_heads") or 1, values.get("num_key_value_heads") or 1
+    if heads % kv_heads:
+        raise ValueError(f"{source}: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}")
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(values.get(name) or {}, dict):
+            raise ValueError(f"{source}: {name}={values[name]!r} must be an object; the file is damaged, fetch the model again")
 
 
 def _experts(values: dict[str, Any], source: str) -> Experts:

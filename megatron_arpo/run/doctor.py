@@ -27,7 +27,7 @@ class Finding:
     """`found` is None where the piece is missing, and `usable` says whether what was found serves. `purpose` says what it is for and
     what its absence costs. `required` pieces are those without which nothing trains on CPU either.
 
-    Example: Finding(name="NVIDIA DALI", found=None, usable=False, purpose="...", install="pip install 'megatron-arpo[dali]'")
+    Example: Finding(name="NVIDIA DALI", found=None, usable=False, purpose="...", install="pip install -e '.[dali]'")
     """
 
     name: str
@@ -52,7 +52,6 @@ def examine() -> list[Finding]:
         _exact("Ray", packages.RAY_VERSION, "places the processes of train, sft and eval", packages.INSTALL_RAY),
         _transformers(),
         _vllm(torch),
-        _sglang(),
         _dali(),
         _bubblewrap(),
         _shared_memory(),
@@ -208,17 +207,6 @@ def _vllm(torch: ModuleType | None) -> Finding:
         purpose=f"generates the rollouts of train and eval ({packages.VLLM_VERSION}); sft, and train with run.replay, do without",
         install=packages.INSTALL_VLLM if on_cuda else f"{packages.INSTALL_FOR_CPU} (its CPU build)",
         required=True,
-    )
-
-
-def _sglang() -> Finding:
-    found = packages.installed_version("sglang")
-    return Finding(
-        name="SGLang",
-        found=found,
-        usable=found is not None,
-        purpose="another engine than vLLM; it pins other packages, so it belongs into an environment of its own, where it isn't looked for",
-        install=packages.INSTALL_SGLANG,
     )
 
 

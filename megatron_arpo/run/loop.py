@@ -40,7 +40,8 @@ def train(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet], arc
     folder.write_config(config)
     folder.metrics.drop_after(state.step if checkpoint else -1)
     updates_a_step = config.rollout.prompts_per_step // config.actor.mini_batch_prompts
-    with Cluster(config, config.run.num_steps * updates_a_step, with_engine=config.run.replay is None) as cluster:
+    parts = {"with_engine": config.run.replay is None, "with_reference": config.algorithm.loss.kl_coef > 0}
+    with Cluster(config, config.run.num_steps * updates_a_step, **parts) as cluster:
         if checkpoint is not None:
             cluster.on_actors("load", checkpoint / "weights")
         _Training(config, folder, data, architecture, cluster, state).run()

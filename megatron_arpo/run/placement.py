@@ -29,9 +29,12 @@ class Cluster:
     """The Ray processes of one run: `with Cluster(config, ...) as cluster`. Joins the cluster of RAY_ADDRESS where that is set,
     else starts one on this machine."""
 
-    def __init__(self, config: RunConfig, num_updates: int, with_engine: bool, with_actor: bool = True) -> None:
+    def __init__(
+        self, config: RunConfig, num_updates: int, with_engine: bool, with_actor: bool = True, with_reference: bool = False
+    ) -> None:
         self._config = config
         self._with_actor = with_actor
+        self._with_reference = with_reference
         self._num_updates = num_updates
         self._with_engine = with_engine
         self._private = Path(tempfile.mkdtemp(prefix="megatron-arpo-"))
@@ -101,7 +104,14 @@ class Cluster:
         import ray
 
         config = self._config
-        num_gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        found = int(ray.cluster_resources().get("GPU", 0))
+        num_gpus = 1 if found else 0
+        needed = config.engine.tp * self._with_engine + config.actor.layout.world_size * self._with_actor
+        if found and found < needed:
+            raise ValueError(
+                f"{found} GPUs are here, {needed} are needed: one for each of the {config.actor.layout.world_size} actor ranks "
+                f"(actor.layout) and engine.tp={config.engine.tp}; use a smaller layout or more GPUs"
+            )
         if self._with_engine:
             from megatron_arpo.run.rollout_worker import RolloutWorker
 
@@ -116,8 +126,7 @@ class Cluster:
             self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]
             host = _result(self.actors[0].host.remote())
             port = _result(self.actors[0].open_store.remote(host))
-            with_reference = config.algorithm.loss.kl_coef > 0
-            self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed, with_reference)
+            self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed, self._with_reference)
         if self._with_engine:
             _result(engine_up)
 

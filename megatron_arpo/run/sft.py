@@ -30,11 +30,10 @@ COMMAND = "sft"
 def fine_tune(config: RunConfig, folder: RunFolder, files: Sequence[DemonstrationFile], architecture: Architecture) -> None:
     """Runs `sft.num_epochs`, from the newest checkpoint where there is one, and exports to the run folder's hf/."""
     sft = config.sft
-    cost = row_cost(architecture)
+    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
     cache, counts = _tokenised(files, config, folder)
     plan = BatchPlan(len(cache), sft.batch_size, config.run.seed)
-    num_updates = plan.batches_an_epoch * sft.num_epochs
-    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
+    num_updates, cost = plan.batches_an_epoch * sft.num_epochs, row_cost(architecture)
     if checkpoint is not None:
         say(f"resuming from {checkpoint} (update {state.step} of {num_updates})")
     folder.write_config(config)
@@ -100,5 +99,6 @@ def _rows(batch: SequenceBatch, config: RunConfig, cost: RowCost) -> list[list[P
     sequences, layout = batch.sequences(), config.actor.layout
     num_trained = sum(sum(mask[1:]) for _, mask in sequences)
     rank_tokens = -(-len(batch.token_ids) // layout.dp)
-    row_tokens = min(config.actor.max_row_tokens, max(rank_tokens, int(batch.lengths.max())))
+    micro_batches = 1 if layout.pp == 1 else 4 * layout.pp  # enough to keep the stages of a pipeline busy
+    row_tokens = min(config.actor.max_row_tokens, max(-(-rank_tokens // micro_batches), int(batch.lengths.max())))
     return assign_rows(pack_sequences(sequences, 1.0 / num_trained, row_tokens), layout.dp, layout.micro_batch_multiple, cost)

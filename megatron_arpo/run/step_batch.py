@@ -17,8 +17,9 @@ from megatron_arpo.types import RolloutTree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """`updates`: rows of each update. `num_equal_groups`: trees whose leaves all scored the same; unless a KL or AEPO's entropies
-    need them they have no gradient, so they are not computed. `num_skipped_updates`: mini-batches of such trees alone."""
+    """`updates`: rows of each update. `num_equal_groups`: trees whose leaves all scored the same; without a KL they have no gradient,
+    so they are not computed, unless AEPO's statistics of entropies need them in a mini-batch with others. `num_skipped_updates`:
+    mini-batches without a gradient."""
 
     updates: tuple[Schedule, ...]
     num_equal_groups: int
@@ -36,6 +37,7 @@ def placement_of(actor: ActorSettings, cost: RowCost) -> Placement:
         max_row_tokens=actor.max_row_tokens,
         cost=cost,
         multiple_of=layout.micro_batch_multiple,
+        num_stages=layout.pp,
         even_micro_batches=layout.pp > 1 or layout.ep > 1,
         largest_to_mean=actor.largest_to_mean_cost,
     )
@@ -44,6 +46,7 @@ def placement_of(actor: ActorSettings, cost: RowCost) -> Placement:
 def make_batch(trees: Sequence[RolloutTree], config: RunConfig, cost: RowCost) -> StepBatch:
     """Denominators are those of the whole mini-batch, trees without a gradient included."""
     size, placement = config.actor.mini_batch_prompts, placement_of(config.actor, cost)
+    loss = config.algorithm.loss
     updates, num_equal, num_skipped = [], 0, 0
     for start in range(0, len(trees), size):
         mine = trees[start : start + size]
@@ -54,11 +57,11 @@ def make_batch(trees: Sequence[RolloutTree], config: RunConfig, cost: RowCost) -
         ]
         unequal = [tree for tree in weighted if any(tree.advantages)]
         num_equal += len(weighted) - len(unequal)
-        with_gradient = weighted if config.algorithm.loss.needs_equal_groups else unequal
-        if with_gradient:
-            updates.append(schedule_trees(with_gradient, placement, config.algorithm.attribution))
-        else:
+        if not unequal and not loss.kl_coef:
             num_skipped += 1
+            continue
+        computed = weighted if loss.kl_coef or loss.entropy_advantage else unequal
+        updates.append(schedule_trees(computed, placement, config.algorithm.attribution))
     return StepBatch(updates=tuple(updates), num_equal_groups=num_equal, num_skipped_updates=num_skipped)
 
 

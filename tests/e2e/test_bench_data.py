@@ -26,4 +26,4 @@ def test_quick(tmp_path: Path) -> None:
 @pytest.mark.skipif(HAS_DALI, reason="NVIDIA DALI is installed")
 def test_without_dali() -> None:
     code, output = run("bench", "data", "--quick")
-    assert code == 2 and "pip install 'megatron-arpo[dali]'" in output and "Traceback" not in output
+    assert code == 2 and "pip install -e '.[dali]'" in output and "Traceback" not in output

@@ -139,10 +139,12 @@ def test_llama_rope_scaling_and_experts_are_read() -> None:
 def test_recomputed_modules_must_be_there() -> None:
     dense, experts = architecture_from_config(QWEN3, "config.json"), architecture_from_config(QWEN3_MOE, "config.json")
     with pytest.raises(ValueError, match=r"actor.recompute.modules has 'moe', but model_type=qwen3 has no experts"):
-        dense.check_recompute(RecomputeSettings(granularity="selective", modules=("core_attn", "moe")))
+        dense.check_recompute(RecomputeSettings(granularity="selective", modules=("core_attn", "moe")), LayoutSettings())
     with pytest.raises(ValueError, match="'mlp', but model_type=qwen3_moe has experts in place of an mlp"):
-        experts.check_recompute(RecomputeSettings(granularity="selective", modules=("mlp",)))
-    experts.check_recompute(RecomputeSettings(granularity="full"))
+        experts.check_recompute(RecomputeSettings(granularity="selective", modules=("mlp",)), LayoutSettings())
+    experts.check_recompute(RecomputeSettings(granularity="full", layers=2), LayoutSettings(pp=2))
+    with pytest.raises(ValueError, match=r"actor.recompute.layers=4 must divide the 2 layers of a chunk; use 1 or 2"):
+        dense.check_recompute(RecomputeSettings(granularity="full", layers=4), LayoutSettings(pp=2))
     with pytest.raises(ValueError, match="delayed FP8 recipe can't recompute layernorm"):
         ActorSettings(
             fp8=Fp8Settings(recipe="delayed", first_last_layers_bf16=False),

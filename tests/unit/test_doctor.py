@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LIGHT = ("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "PyYAML", "rich", "markdown-it-py",
          "mdurl", "Pygments")  # fmt: skip
 PIECES = ["Python", "PyTorch", "CUDA devices", "megatron-core", "Transformer Engine", "NVIDIA Apex", "FP8 recipes", "Ray",
-          "transformers", "vLLM", "SGLang", "NVIDIA DALI", "bubblewrap", "Shared memory", "Cores and memory"]  # fmt: skip
+          "transformers", "vLLM", "NVIDIA DALI", "bubblewrap", "Shared memory", "Cores and memory"]  # fmt: skip
 
 
 def shown(findings: list[Finding]) -> str:

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_arpo.algorithm.loss import ClipSettings, clipped_loss, importance_weights, tree_policy_loss
+from megatron_arpo.algorithm.loss import (
+    ClipSettings,
+    EntropyScale,
+    clipped_loss,
+    entropy_scaled,
+    importance_weights,
+    kl_to_reference,
+    tree_policy_loss,
+)
 
 CLIP = ClipSettings(low=0.2, high=0.3, dual=3.0)
 
@@ -22,7 +32,7 @@ CLIP = ClipSettings(low=0.2, high=0.3, dual=3.0)
     ],
 )
 def test_clipped_loss_by_hand(ratio: float, advantage: float, expected: float) -> None:
-    loss = clipped_loss(torch.tensor([ratio]), torch.tensor([advantage]), CLIP)
+    loss = clipped_loss(torch.tensor([ratio]).log(), torch.tensor([advantage]), CLIP)
     assert float(loss) == pytest.approx(expected)
 
 
@@ -47,7 +57,8 @@ def test_a_shared_token_has_the_summed_loss_of_its_leaves(log_ratio: float, adva
     def flat(logprob: torch.Tensor) -> torch.Tensor:
         ratio = (logprob - old).exp()
         return sum(
-            w * clipped_loss(ratio, torch.tensor([a], dtype=torch.float64), clip).sum() for w, a in zip(weights, advantages, strict=True)
+            w * clipped_loss(ratio.log(), torch.tensor([a], dtype=torch.float64), clip).sum()
+            for w, a in zip(weights, advantages, strict=True)
         )
 
     positive = torch.tensor([sum(w * max(a, 0) for w, a in zip(weights, advantages, strict=True))], dtype=torch.float64)
@@ -61,3 +72,24 @@ def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
     weights = importance_weights(actor, torch.tensor([-1.5, -3.0]), cap=2.0)
     assert weights.tolist() == pytest.approx([1.6487, 2.0], rel=1e-4)
     assert not weights.requires_grad
+
+
+def test_aepo_clipping_keeps_the_value_and_a_gradient_and_survives_a_vanishing_ratio() -> None:
+    clip = ClipSettings(low=0.2, high=0.2, dual=3.0, keep_gradient=True)
+    log_ratio = torch.tensor([0.5, 0.1, -110.0, 0.5], requires_grad=True)
+    advantage = torch.tensor([2.0, 2.0, 2.0, -2.0])
+    loss = clipped_loss(log_ratio, advantage, clip)
+    plain = clipped_loss(log_ratio.detach(), advantage, ClipSettings(low=0.2, high=0.2, dual=3.0))
+    assert torch.allclose(loss, plain)
+    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
+    ratio = log_ratio.detach().exp()
+    assert gradient.tolist() == pytest.approx([-2.0 * 1.2, -2.0 * float(ratio[1]), 0.0, 2.0 * float(ratio[3])])
+
+
+def test_kl_and_entropy_scale_by_hand() -> None:
+    found = kl_to_reference(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]), torch.tensor([0.5, 1.0]))
+    assert float(found) == pytest.approx(0.5 * (math.exp(-0.5) + 0.5 - 1.0))
+    scale = EntropyScale.of_sums(4.0, 1.0 + 1.0 + 3.0 + 3.0, 1.0 + 1.0 + 9.0 + 9.0)
+    assert (scale.mean, scale.std) == (2.0, 1.0)
+    pos, neg = entropy_scaled(torch.tensor([1.0, 1.0]), torch.tensor([-0.5, -0.5]), torch.tensor([3.0, -8.0]), scale, 0.2)
+    assert pos.tolist() == pytest.approx([1.2, 0.5]) and neg.tolist() == pytest.approx([-0.6, -1.0]), "a negative factor turns signs"
