@@ -157,7 +157,8 @@ def test_vllm_that_is_killed(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
         async with vllm(model) as engine:
             import psutil
 
-            (core,) = [one for one in psutil.Process().children() if "EngineCore" in one.name() or "EngineCore" in " ".join(one.cmdline())]
+            alive = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+            (core,) = [one for one in alive if "EngineCor" in one.name() or "EngineCore" in " ".join(one.cmdline())]
             running = asyncio.create_task(generate(engine, max_tokens=400))
             await asyncio.sleep(0.3)
             core.kill()
