@@ -203,5 +203,5 @@ def test_a_cache_travels_as_its_path(cache):
 def test_dali_that_is_missing_is_named(monkeypatch):
     check_loader("torch")
     monkeypatch.setitem(__import__("sys").modules, "nvidia.dali", None)
-    with pytest.raises(ValueError, match=r"sft\.loader=dali needs NVIDIA DALI.*pip install 'megatron-arpo\[dali\]' or use torch"):
+    with pytest.raises(ValueError, match=r"sft\.loader=dali needs NVIDIA DALI.*pip install -e '\.\[dali\]' or use torch"):
         check_loader("dali")
