@@ -28,8 +28,10 @@ from megatron_arpo.types import PackedRow
 SHAPES = {"reasoning": (REASONING, 16), "deep search": (DEEP_SEARCH, 8)}
 """Shape and prompts of a mini-batch, as published."""
 ROW_LIMITS = (65_536, 11_264)
-NUM_MEASURED = 2
+NUM_TIMED = 2
 """Prompts of the mini-batch that is timed."""
+NUM_FOR_MEMORY = 4
+"""Prompts of the mini-batch whose memory is measured: enough that the longest row of either form is a full one."""
 NUM_RANKS = 8
 """Data-parallel ranks of the schedule whose evenness is shown."""
 
@@ -39,7 +41,7 @@ def measure(quick: bool) -> BenchReport:
 
     cuda = torch.cuda.is_available()
     scale = 1 if cuda and not quick else 16 if quick else 8
-    architecture = _architecture(cuda, quick)
+    architecture = architecture_of(cuda, quick)
     cost = RowCost(per_token=token_flops(architecture), per_key=key_flops(architecture))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, Ratio] = {}
@@ -49,7 +51,7 @@ def measure(quick: bool) -> BenchReport:
         ratios |= ratio
     with BenchActor(architecture, torch.bfloat16 if cuda else torch.float32, actor_settings(cuda and not quick)) as actor:
         for name, (shape, _) in SHAPES.items():
-            measured, ratio = _time(name, shape.shrunk(scale), ROW_LIMITS[0] // scale, cost, actor.update)
+            measured, ratio = measure_shape(name, shape.shrunk(scale), ROW_LIMITS[0] // scale, cost, actor.update)
             rows += measured
             ratios |= ratio
     settings = {
@@ -67,7 +69,7 @@ def actor_settings(full_size: bool) -> ActorSettings:
     return ActorSettings(recompute=RecomputeSettings(granularity="full") if full_size else None)
 
 
-def _architecture(cuda: bool, quick: bool) -> Architecture:
+def architecture_of(cuda: bool, quick: bool) -> Architecture:
     if cuda and not quick:
         sizes = dict(num_layers=4, hidden_size=3584, ffn_hidden_size=18944, num_heads=28, num_kv_heads=4, head_dim=128, vocab_size=152_064)
     else:
@@ -86,6 +88,10 @@ class _Forms:
     tree: Schedule
     packed: Schedule
     padded: tuple[PackedRow, ...]
+
+    def batches(self) -> dict[str, Sequence[PackedRow]]:
+        """Rows of one rank, by the form's name."""
+        return {"tree": self.tree.rows[0], "flat-packed": self.packed.rows[0], "flat-padded": self.padded}
 
 
 def _forms(shape: TreeShape, num_prompts: int, row_limit: int, cost: RowCost, num_ranks: int = 1) -> _Forms:
@@ -123,18 +129,26 @@ def _count(name: str, shape: TreeShape, num_prompts: int, cost: RowCost) -> tupl
             evenness = spread.largest_to_mean if form == f"tree, DP {NUM_RANKS}" else 1.0
             rows.append(_row(f"{name}, {num_prompts} prompts", form, limit, count, tokens, unique, evenness))
         if limit == ROW_LIMITS[0]:
-            ratios[_named("tokens_tree_over_unique", name)] = counted_ratio(forms.tree.num_tokens, unique)
-            ratios[_named("tokens_tree_over_flat", name)] = counted_ratio(forms.tree.num_tokens, forms.packed.num_tokens)
-            ratios[_named("largest_to_mean_cost", name)] = counted_ratio(spread.largest_to_mean, 1.0)
+            ratios[ratio_name("tokens_tree_over_unique", name)] = counted_ratio(forms.tree.num_tokens, unique)
+            ratios[ratio_name("tokens_tree_over_flat", name)] = counted_ratio(forms.tree.num_tokens, forms.packed.num_tokens)
+            ratios[ratio_name("largest_to_mean_cost", name)] = counted_ratio(spread.largest_to_mean, 1.0)
     return rows, ratios
+
+
+def measure_shape(
+    name: str, shape: TreeShape, row_limit: int, cost: RowCost, update: Callable[[Sequence[PackedRow]], object]
+) -> tuple[list[dict[str, Any]], dict[str, Ratio]]:
+    """Time and memory of `update` on the three forms of a mini-batch: table rows and ratios."""
+    timed, time = _time(name, shape, row_limit, cost, update)
+    weighed, memory = _memory(name, shape, row_limit, cost, update)
+    return timed + weighed, time | memory
 
 
 def _time(
     name: str, shape: TreeShape, row_limit: int, cost: RowCost, update: Callable[[Sequence[PackedRow]], object]
 ) -> tuple[list[dict[str, Any]], dict[str, Ratio]]:
-    forms = _forms(shape, NUM_MEASURED, row_limit, cost)
-    batches = {"tree": forms.tree.rows[0], "flat-packed": forms.packed.rows[0], "flat-padded": forms.padded}
-    tokens = {form: sum(map(len, rows)) for form, rows in batches.items()}
+    forms = _forms(shape, NUM_TIMED, row_limit, cost)
+    batches = forms.batches()
     for rows in batches.values():
         update(rows)  # warm-up: allocators, and compilation on GPU
     seconds: dict[str, list[float]] = {form: [] for form in batches}
@@ -142,23 +156,36 @@ def _time(
         for form, rows in batches.items():
             if form != "flat-padded" or pair == 0:  # no ratio is made of it
                 seconds[form].append(seconds_of(lambda rows=rows: update(rows)))
-    peaks = {form: peak_bytes_of(lambda rows=rows: update(rows)) for form, rows in batches.items()}
-    table = []
-    for form, rows in batches.items():
-        row = _row(f"{name}, {NUM_MEASURED} prompts, measured", form, row_limit, len(rows), tokens[form], forms.tree.num_unique_tokens, 1.0)
-        table.append(row | {"seconds": statistics.median(seconds[form]), "peak MiB": peaks[form] / 2**20})
+    tokens = {form: sum(map(len, rows)) for form, rows in batches.items()}
+    table = [
+        _row(f"{name}, {NUM_TIMED} prompts, timed", form, row_limit, len(rows), tokens[form], forms.tree.num_unique_tokens, 1.0)
+        | {"seconds": statistics.median(seconds[form])}
+        for form, rows in batches.items()
+    ]
     time = paired_ratio(seconds["tree"], seconds["flat-packed"])
     by_tokens = tokens["tree"] / tokens["flat-packed"]
     return table, {
-        _named("time_tree_over_flat", name): time,
-        _named("time_ratio_over_token_ratio", name): Ratio(
+        ratio_name("time_tree_over_flat", name): time,
+        ratio_name("time_ratio_over_token_ratio", name): Ratio(
             value=time.value / by_tokens, low=time.low / by_tokens, high=time.high / by_tokens, num_pairs=time.num_pairs
         ),
-        _named("memory_tree_over_flat", name): counted_ratio(peaks["tree"], peaks["flat-packed"]),
     }
 
 
-def _named(ratio: str, shape: str) -> str:
+def _memory(
+    name: str, shape: TreeShape, row_limit: int, cost: RowCost, update: Callable[[Sequence[PackedRow]], object]
+) -> tuple[list[dict[str, Any]], dict[str, Ratio]]:
+    forms = _forms(shape, NUM_FOR_MEMORY, row_limit, cost)
+    table, peaks = [], {}
+    for form, rows in forms.batches().items():
+        peaks[form] = peak_bytes_of(lambda rows=rows: update(rows))
+        tokens, unique = sum(map(len, rows)), forms.tree.num_unique_tokens
+        row = _row(f"{name}, {NUM_FOR_MEMORY} prompts, memory", form, row_limit, len(rows), tokens, unique, 1.0)
+        table.append(row | {"peak MiB": peaks[form] / 2**20})
+    return table, {ratio_name("memory_tree_over_flat", name): counted_ratio(peaks["tree"], peaks["flat-packed"])}
+
+
+def ratio_name(ratio: str, shape: str) -> str:
     """The reasoning shape has the plain name."""
     return ratio if shape == "reasoning" else f"{ratio}, {shape}"
 

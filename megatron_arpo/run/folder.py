@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_arpo.config.actor import LayoutSettings
 from megatron_arpo.config.load import dump_config
 from megatron_arpo.config.run import RunConfig
 from megatron_arpo.families.architecture import Architecture
@@ -80,13 +81,14 @@ class RunFolder:
             return None, RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
         if not config.run.resume:
             raise ValueError(f"run.dir={self.path} holds {checkpoint.name} and run.resume is false; choose another run.dir")
-        state, written_by, trained = read_state(checkpoint)
-        if written_by != command:
-            raise ValueError(f"run.dir={self.path} holds a run of '{written_by}', not of '{command}'; choose another run.dir")
-        check_architecture(checkpoint, trained, architecture)
-        if state.seed != config.run.seed:
-            raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {state.seed}; use that or another run.dir")
-        return checkpoint, state
+        found = read_checkpoint(checkpoint)
+        if found.command != command:
+            raise ValueError(f"run.dir={self.path} holds a run of '{found.command}', not of '{command}'; choose another run.dir")
+        _check_architecture(checkpoint, found.architecture, architecture)
+        if found.state.seed != config.run.seed:
+            raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {found.state.seed}; use that or another run.dir")
+        _check_expert_split(checkpoint, found.layout, config.actor.layout)
+        return checkpoint, found.state
 
     def _checkpoint_bytes(self) -> int:
         """Size of the newest checkpoint; 0 without one."""
@@ -94,7 +96,7 @@ class RunFolder:
         return sum(one.stat().st_size for one in newest.rglob("*") if one.is_file()) if newest else 0
 
     def save_checkpoint(
-        self, command: str, state: RunState, architecture: Architecture, model_path: Path, write_weights: Callable[[Path], None], keep: int
+        self, command: str, config: RunConfig, state: RunState, architecture: Architecture, write_weights: Callable[[Path], None]
     ) -> Path:
         """`write_weights` fills the folder it is given. Written aside and renamed: a crash or a full disk leaves the older
         checkpoints as they were. Raises ValueError where the disk has no room."""
@@ -105,10 +107,12 @@ class RunFolder:
         try:
             (aside / "weights").mkdir(parents=True)
             (aside / "hf").mkdir()
-            copy_hf_files(model_path, aside / "hf")
+            copy_hf_files(config.model.path, aside / "hf")
             write_weights(aside / "weights")
-            values = {"command": command, "run": dataclasses.asdict(state), "architecture": dataclasses.asdict(architecture)}
-            (aside / _STATE_FILE).write_text(json.dumps(values, indent=1))
+            found = CheckpointState(
+                command=command, state=state, architecture=dataclasses.asdict(architecture), layout=config.actor.layout.model_dump()
+            )
+            (aside / _STATE_FILE).write_text(json.dumps(dataclasses.asdict(found), indent=1))
             _sync_to_disk(aside)
         except BaseException as error:
             free = shutil.disk_usage(parent).free
@@ -123,7 +127,7 @@ class RunFolder:
         _remove_checkpoint(target)
         aside.rename(target)
         _sync(parent)
-        for old in self.checkpoints()[:-keep]:
+        for old in self.checkpoints()[: -config.run.keep_checkpoints]:
             _remove_checkpoint(old)
         return target
 
@@ -134,27 +138,45 @@ def _remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_state(checkpoint: Path) -> tuple[RunState, str, dict[str, Any]]:
-    """(state, the command that wrote it, architecture as a dict). Raises ValueError where `checkpoint` is none."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """What state.json of a checkpoint says: the command that wrote it, how far it was, of which model and in which layout."""
+
+    command: str
+    state: RunState
+    architecture: dict[str, Any]
+    layout: dict[str, Any]
+
+
+def read_checkpoint(checkpoint: Path) -> CheckpointState:
+    """Raises ValueError where `checkpoint` is none."""
     path = checkpoint / _STATE_FILE
     try:
         values = json.loads(path.read_text())
-        run = values["run"]
-        return RunState(**{**run, "cursor": tuple(run["cursor"])}), values["command"], values["architecture"]
+        state = values.pop("state")
+        return CheckpointState(state=RunState(**state | {"cursor": tuple(state["cursor"])}), **values)
     except OSError as error:
         raise ValueError(f"{checkpoint}: not a checkpoint ({path.name}: {error.strerror}); give a checkpoints/step_* folder") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged ({error}); use an older checkpoint") from error
 
 
-def check_architecture(checkpoint: Path, found: dict[str, Any], expected: Architecture) -> None:
-    """Raises ValueError naming the first difference where the checkpoint is of another architecture than the model."""
+def _check_architecture(checkpoint: Path, found: dict[str, Any], expected: Architecture) -> None:
     for name, value in dataclasses.asdict(expected).items():
         if found.get(name) != value:
             raise ValueError(
                 f"{checkpoint}: checkpoint of another architecture: {name} is {found.get(name)!r} there and {value!r} in model.path; "
                 f"use the model it was trained from, or another run.dir"
             )
+
+
+def _check_expert_split(checkpoint: Path, found: dict[str, Any], layout: LayoutSettings) -> None:
+    """megatron-core 0.16.1 cannot load an optimizer's state across expert-parallel sizes."""
+    if found["ep"] != layout.ep:
+        raise ValueError(
+            f"actor.layout.ep={layout.ep} but {checkpoint} was written with ep={found['ep']}, and its optimizer goes on with that alone; "
+            f"use ep={found['ep']}, or `megatron-arpo convert` the weights and start another run.dir from them"
+        )
 
 
 def _sync_to_disk(folder: Path) -> None:

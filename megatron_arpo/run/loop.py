@@ -163,12 +163,7 @@ class _Training:
     def _save(self) -> None:
         started = time.perf_counter()
         self._folder.save_checkpoint(
-            COMMAND,
-            self._state,
-            self._architecture,
-            self._config.model.path,
-            write_weights=lambda path: self._cluster.on_actors("save", path),
-            keep=self._config.run.keep_checkpoints,
+            COMMAND, self._config, self._state, self._architecture, write_weights=lambda path: self._cluster.on_actors("save", path)
         )
         self._folder.metrics.write("checkpoint", self._state.step, {"seconds": round(time.perf_counter() - started, 4)})
 

@@ -66,14 +66,7 @@ def fine_tune(config: RunConfig, folder: RunFolder, files: Sequence[Demonstratio
             folder.metrics.write("sft", state.step, values)
             bar.advance(f"loss {sums['loss']:.3f}  {values['tokens_per_second']:.0f} tokens/s")
             if state.step % config.run.save_every_steps == 0 or state.step == num_updates:
-                folder.save_checkpoint(
-                    COMMAND,
-                    state,
-                    architecture,
-                    config.model.path,
-                    write_weights=lambda path: cluster.on_actors("save", path),
-                    keep=config.run.keep_checkpoints,
-                )
+                folder.save_checkpoint(COMMAND, config, state, architecture, write_weights=lambda path: cluster.on_actors("save", path))
         export_hf(WeightSync(cluster, config.weights, config.model), config.model.path, folder.hf)
     say(f"model in {folder.hf}")
 

@@ -1,11 +1,10 @@
-"""What every rank of tests/contract/layouts.py does: one launch a layout, all checks in it, results in files.
-
-Run as `python -m tests.contract.actor_ranks RANK WORLD JOB.json`.
-"""
+"""What every rank of tests/contract/layouts.py does: one launch a layout, all checks in it, results in files."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -219,8 +218,11 @@ def check(job: dict, rank: int) -> tuple[dict, dict[str, dict]]:
     return found, tensors
 
 
-def main() -> None:
-    rank, world_size, job_path = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+def run_rank(rank: int, world_size: int, job_path: Path, log_path: Path) -> None:
+    """The whole of one process; what it prints goes to `log_path`."""
+    log = log_path.open("w")
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    faulthandler.enable(log)
     job = json.loads(job_path.read_text())
     prepare()
     torch.set_num_threads(1)
@@ -231,7 +233,3 @@ def main() -> None:
     job_path.with_suffix(f".rank{rank}").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,19 +6,22 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
 from megatron_arpo.config.actor import LayoutSettings
+from tests.contract.actor_ranks import run_rank
 
-ROOT = Path(__file__).parents[2]
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.contract.actor_ranks"])  # ranks begin with Megatron imported, which takes seconds
 VOCABULARY = 301  # divides by nothing: padding is at work
 LAYOUTS: dict[str, dict] = {
     "1": {},
@@ -47,6 +50,8 @@ CHECKPOINT_FROM = {
     "TP2xPP2": "CP2",
     "TP2xSP": "VPP2",
     "CP2xTP2": "TP2",
+    "TP2xSP, EP2": "EP2",
+    "PP2xEP2": "TP2xSP, EP2",
 }
 
 
@@ -158,19 +163,12 @@ class LayoutRuns:
         }
         job_path.write_text(json.dumps(job))
         world_size = LayoutSettings(**LAYOUTS[name]).world_size
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.contract.actor_ranks"]
         logs = [job_path.with_suffix(f".rank{rank}.log") for rank in range(world_size)]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(world_size), str(job_path)],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stderr=log.open("w"),
-            )
-            for rank, log in enumerate(logs)
-        ]
+        ranks = [_FORKS.Process(target=run_rank, args=(rank, world_size, job_path, log)) for rank, log in enumerate(logs)]
+        for rank in ranks:
+            rank.start()
         _wait_for(ranks, timeout_s=200.0)
-        assert all(rank.returncode == 0 for rank in ranks), name + "\n".join(log.read_text()[-3000:] for log in logs)
+        assert all(rank.exitcode == 0 for rank in ranks), name + "\n".join(log.read_text()[-3000:] for log in logs)
         self._ranks[name] = [json.loads(job_path.with_suffix(f".rank{rank}").read_text()) for rank in range(world_size)]
         merged: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for rank in range(world_size):
@@ -182,15 +180,15 @@ class LayoutRuns:
         self._tensors[name] = merged
 
 
-def _wait_for(ranks: list[subprocess.Popen], timeout_s: float) -> None:
+def _wait_for(ranks: list[BaseProcess], timeout_s: float) -> None:
     """Until all are through, or one fails."""
     deadline = time.monotonic() + timeout_s
-    while any(rank.poll() is None for rank in ranks) and not any(rank.returncode for rank in ranks) and time.monotonic() < deadline:
+    while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)
-    late = [rank for rank in ranks if rank.poll() is None]
-    for rank in late:
-        rank.send_signal(signal.SIGABRT)  # its stack goes to the log
-        rank.wait()
+    for rank in ranks:
+        if rank.is_alive():
+            os.kill(rank.pid, signal.SIGABRT)  # its stack goes to the log
+        rank.join()
 
 
 def parity(runs: LayoutRuns, name: str, family: str) -> dict[str, float]:

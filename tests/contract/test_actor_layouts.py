@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.contract.actor_ranks import LOSSES
-from tests.contract.layouts import CHECKPOINT_FROM, LAYOUTS, ROOT, TREES_IN, LayoutRuns, families_of, parity, reference_scores
+from tests.contract.layouts import CHECKPOINT_FROM, LAYOUTS, TREES_IN, LayoutRuns, families_of, parity, reference_scores
 
 pytestmark = pytest.mark.slow
 EVERY = [(name, family) for name in LAYOUTS for family in families_of(name)]
@@ -98,5 +99,7 @@ def test_a_checkpoint_goes_on_in_another_layout(runs: LayoutRuns, name: str, oth
 def test_random_trees_are_the_flat_batch(family: str, num_examples: int) -> None:
     """Drawn trees, limits, attributions and losses."""
     command = [sys.executable, "-m", "tests.contract.tree_exactness", family, str(num_examples)]
-    found = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr[-3000:]

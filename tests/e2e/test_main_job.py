@@ -53,12 +53,11 @@ def fine_tuned(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("layout", "loss"),
     [
         ({"tp": 2}, {}),
-        ({"pp": 2}, {}),
         ({"dp": 2}, {}),
         ({"cp": 2}, {"kl_coef": 0.01, "entropy_advantage": 0.2, "aepo_clipping": True}),
         ({"pp": 2, "vpp": 2}, {"aggregation": "seq-mean-token-mean"}),
     ],
-    ids=["tp2", "pp2", "dp2", "cp2, KL and AEPO", "vpp2"],
+    ids=["tp2", "dp2", "cp2, KL and AEPO", "vpp2"],
 )
 def test_train(task: Path, fine_tuned: Path, tmp_path: Path, layout: dict, loss: dict) -> None:
     overrides = [f"model.path={fine_tuned}", f"actor.layout={json.dumps(layout)}", f"algorithm.loss={json.dumps(loss)}"]
@@ -118,7 +117,7 @@ def test_eval_of_an_exported_model(task: Path, fine_tuned: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("moment", "pressed_in"),
-    [("training 1/", "terminal"), ("train: ", "terminal"), ("training 1/", "background")],
+    [("training 1/", "terminal"), ("train: ", "terminal"), ("train: ", "background")],
     ids=["while training", "while starting", "in the background"],
 )
 def test_ctrl_c(task: Path, fine_tuned: Path, tmp_path: Path, moment: str, pressed_in: str) -> None:

@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(task: Path, recorded: 
         assert "the disk is full" in output and "older checkpoints are whole" in output and "Traceback" not in output
         left = sorted(one.name for one in (small / "run/checkpoints").iterdir())
         assert left == ["step_000002"]
-        assert json.loads((small / "run/checkpoints/step_000002/state.json").read_text())["run"]["step"] == 2
+        assert json.loads((small / "run/checkpoints/step_000002/state.json").read_text())["state"]["step"] == 2
         code, output = run("convert", str(small / "run"), str(tmp_path / "hf"))
         assert code == 0, output
     finally:

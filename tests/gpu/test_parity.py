@@ -72,9 +72,7 @@ def test_local_layers_are_exact(record: Recorder, device: torch.device) -> None:
 
 def test_a_tree_batch_has_the_gradients_of_the_flat_batch(record: Recorder, device: torch.device) -> None:
     architecture = medium(device)
-    updater = with_weights(
-        architecture, torch.float32, random_weights(architecture, torch.float32), transformer="local", optimizer=STILL
-    )
+    updater = with_weights(architecture, torch.float32, random_weights(architecture, torch.float32), transformer="local", optimizer=STILL)
     trees = [random_tree(seed, num_initial=4, prompt_id=str(seed)) for seed in (21, 22, 23)]
     tree_loss, tree = gradients(updater, architecture, tree_rows(trees, "token-mean", "soft", 4096))
     flat_loss, flat = gradients(updater, architecture, flat_rows(trees, "token-mean", "soft"))

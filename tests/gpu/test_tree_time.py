@@ -19,7 +19,7 @@ from tests.gpu.sizes import TOY
 
 def test_tree_against_flat(record: Recorder, device: torch.device) -> None:
     card = device.type == "cuda"
-    architecture = actor_tree._architecture(cuda=True, quick=False) if card else replace(TOY, vocab_size=8192)
+    architecture = actor_tree.architecture_of(cuda=True, quick=False) if card else replace(TOY, vocab_size=8192)
     dtype = torch.bfloat16 if card else torch.float32
     updater = build_updater(architecture, dtype, actor_tree.actor_settings(card))
     scale = 1 if card else 128
@@ -30,13 +30,15 @@ def test_tree_against_flat(record: Recorder, device: torch.device) -> None:
         torch.cuda.synchronize()
 
     for name, (shape, _) in actor_tree.SHAPES.items():
-        measured, ratios = actor_tree._time(name, shape.shrunk(scale), actor_tree.ROW_LIMITS[0] // scale, cost, update)
-        of_form = {row["form"]: row for row in measured}
+        measured, ratios = actor_tree.measure_shape(name, shape.shrunk(scale), actor_tree.ROW_LIMITS[0] // scale, cost, update)
         for what in ("time_tree_over_flat", "time_ratio_over_token_ratio", "memory_tree_over_flat"):
-            ratio = ratios[actor_tree._named(what, name)]
+            ratio = ratios[actor_tree.ratio_name(what, name)]
             bound = {"time_tree_over_flat": 1.0, "time_ratio_over_token_ratio": 1.15}.get(what)
             note = f"{ratio.low:.3f} to {ratio.high:.3f} over {ratio.num_pairs} pairs" if ratio.num_pairs > 1 else ""
             record(f"{name}: {what}", ratio.value, at_most=bound, of_card=True, note=note)
-        for form, row in of_form.items():
-            note = f"{row['tokens']} tokens, {row['micro-batches']} rows, peak {row['peak MiB'] / 1024:.2f} GiB"
-            record(f"{name}: {form}, seconds", row["seconds"], of_card=True, note=note)
+        for row in measured:
+            note = f"{row['tokens']} tokens, {row['micro-batches']} rows"
+            if row["seconds"]:
+                record(f"{name}: {row['form']}, seconds", row["seconds"], of_card=True, note=note)
+            else:
+                record(f"{name}: {row['form']}, peak GiB", row["peak MiB"] / 1024, of_card=True, note=note)
