@@ -136,10 +136,11 @@ def _sft(options: argparse.Namespace) -> None:
     files = find_demonstrations(config.sft.demonstrations, config.sft.dataset)
     check_loader(config.sft.loader)
     folder = RunFolder(config.run.dir)
+    start = folder.starting_point("sft", config, architecture)
 
     from megatron_arpo.run.sft import fine_tune
 
-    fine_tune(config, folder, files, architecture)
+    fine_tune(config, folder, start, files, architecture)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -151,10 +152,11 @@ def _train(options: argparse.Namespace) -> None:
     _check_machine(config)
     found = read_datasets(config, need_train=True)
     folder = RunFolder(config.run.dir)
+    start = folder.starting_point("train", config, architecture)
 
     from megatron_arpo.run.loop import train
 
-    train(config, folder, found, architecture)
+    train(config, folder, start, found, architecture)
 
 
 def _eval(options: argparse.Namespace) -> None:

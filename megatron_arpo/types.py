@@ -5,6 +5,8 @@ Plain frozen dataclasses on the standard library alone, so that reading a run ne
 
 from __future__ import annotations
 
+import math
+import operator
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +19,6 @@ ToolStatus = Literal["ok", "error", "timeout", "unavailable"]
 NO_PARENT = -1
 NO_TARGET = -1
 """Target of a position that predicts nothing: the end of a trajectory, or a token inside the prompt before a fork."""
-NO_WEIGHTS = -1
-"""Weight version of tokens that no model sampled (prompts, tool results)."""
 
 
 def _require_equal_lengths(record: str, **lengths: int) -> None:
@@ -48,6 +48,28 @@ class Prompt:
             raise ValueError(f"prompt {self.prompt_id}: answer must hold at least one gold answer")
 
 
+@dataclass(frozen=True, slots=True)
+class VersionRun:
+    """Tokens in a row that one version of the weights sampled. A request that lives through a weight update has several runs.
+
+    Example: (VersionRun(3, 20), VersionRun(4, 5)) are 20 tokens of version 3 and then 5 of version 4.
+    """
+
+    version: int
+    num_tokens: int
+
+
+def join_runs(runs: Iterable[VersionRun]) -> tuple[VersionRun, ...]:
+    """The same tokens with neighbours of one version in one run, and no empty runs."""
+    joined: list[VersionRun] = []
+    for run in runs:
+        if joined and joined[-1].version == run.version:
+            joined[-1] = VersionRun(run.version, joined[-1].num_tokens + run.num_tokens)
+        elif run.num_tokens:
+            joined.append(run)
+    return tuple(joined)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """Tokens that an engine sampled for one request, with what it knew about each of them.
@@ -57,7 +79,7 @@ class Completion:
     completion, if one did. `cached_tokens` counts prompt tokens that were served from the KV cache.
 
     Example: Completion(token_ids=(5, 9), logprobs=(-0.1, -2.3), entropies=(0.2, 1.1), entropy_errors=(0.0, 0.0),
-    finish_reason="stop", stop_text="</python>", min_weight_version=3, max_weight_version=3)
+    finish_reason="stop", stop_text="</python>", weight_versions=(VersionRun(3, 2),))
     """
 
     token_ids: tuple[int, ...]
@@ -66,8 +88,7 @@ class Completion:
     entropy_errors: tuple[float, ...]
     finish_reason: Literal["stop", "length", "abort", "probe"]
     stop_text: str | None = None
-    min_weight_version: int
-    max_weight_version: int
+    weight_versions: tuple[VersionRun, ...]
     cached_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +98,7 @@ class Completion:
             logprobs=len(self.logprobs),
             entropies=len(self.entropies),
             entropy_errors=len(self.entropy_errors),
+            weight_versions=sum(run.num_tokens for run in self.weight_versions),
         )
 
 
@@ -120,7 +142,8 @@ class BranchDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of tokens with one author. Model segments carry a log-prob and an entropy for each token, the others none.
+    """A run of tokens with one author. Model segments carry a log-prob and an entropy for each token, the others none;
+    `weight_versions` says which weights sampled them, where that is known.
 
     `max_entropy_error` bounds how far each of the entropies may be off. A tool segment names its call and result; a model
     segment does only where the call was made and its result did not fit (`finish_reason="length"`).
@@ -136,8 +159,7 @@ class Segment:
     logprobs: tuple[float, ...] = ()
     entropies: tuple[float, ...] = ()
     max_entropy_error: float = 0.0
-    min_weight_version: int = NO_WEIGHTS
-    max_weight_version: int = NO_WEIGHTS
+    weight_versions: tuple[VersionRun, ...] = ()
     finish_reason: FinishReason | None = None
     tool_call: ToolCall | None = None
     tool_result: ToolResult | None = None
@@ -152,9 +174,10 @@ class Segment:
                 token_ids=len(self.token_ids),
                 logprobs=len(self.logprobs),
                 entropies=len(self.entropies),
+                weight_versions=sum(run.num_tokens for run in self.weight_versions) if self.weight_versions else len(self.token_ids),
             )
-        elif self.logprobs or self.entropies:
-            raise ValueError(f"segment {self.segment_id}: a {self.kind} segment carries no log-probs and no entropies")
+        elif self.logprobs or self.entropies or self.weight_versions:
+            raise ValueError(f"segment {self.segment_id}: a {self.kind} segment carries no log-probs, entropies and weight versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,16 +296,61 @@ _FLOATS = ("advantage_pos", "advantage_neg", "weight", "rollout_logprobs")
 _ROW_TYPES = {name: "d" if name in _FLOATS else "i" for name in PackedRow.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a tensor: `start[d] <= index < start[d] + extent[d]`. Example: Region((4, 0), (2, 8)) is rows 4 and 5 of [n, 8]."""
+
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(map(operator.add, self.start, self.extent))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.extent)
+
+    def intersect(self, other: Region) -> Region | None:
+        """The common box, or None where there is none."""
+        found = _box(tuple(map(max, self.start, other.start)), tuple(map(min, self.end, other.end)))
+        return found if min(found.extent) > 0 else None
+
+    def hull(self, other: Region) -> Region:
+        """The smallest box around both."""
+        return _box(tuple(map(min, self.start, other.start)), tuple(map(max, self.end, other.end)))
+
+    def within(self, outer: Region) -> Region:
+        """This box counted from the first element of `outer`, which holds it."""
+        return Region(tuple(map(operator.sub, self.start, outer.start)), self.extent)
+
+    def of(self, tensor: Any) -> Any:
+        """A view of the box in a torch tensor."""
+        for dim, (start, extent) in enumerate(zip(self.start, self.extent, strict=True)):
+            tensor = tensor.narrow(dim, start, extent)
+        return tensor
+
+
+def _box(start: tuple[int, ...], end: tuple[int, ...]) -> Region:
+    return Region(start, tuple(map(operator.sub, end, start)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """What a set of weights must contain. `offsets` are bytes into one flat buffer; `checksums` are CRC-32 of each tensor's bytes."""
+    """What makes a set of weights whole: for each tensor the checksums of its fragments, in the sync plan's order.
+
+    Example: WeightManifest(version=3, names=("lm_head.weight",), dtypes=("bfloat16",), shapes=((400, 128),), checksums=(("9f..", "03.."),))
+    """
 
     version: int
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
-    checksums: tuple[int, ...]
+    checksums: tuple[tuple[str, ...], ...]
 
     def __post_init__(self) -> None:
         _require_equal_lengths(
@@ -290,7 +358,6 @@ class WeightManifest:
             names=len(self.names),
             dtypes=len(self.dtypes),
             shapes=len(self.shapes),
-            offsets=len(self.offsets),
             checksums=len(self.checksums),
         )
 

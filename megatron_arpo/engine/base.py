@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from megatron_arpo.types import Completion, WeightManifest
+from megatron_arpo.types import Completion
+
+if TYPE_CHECKING:
+    from megatron_arpo.engine.transport.base import Connection
+
+InFlight = Literal["keep", "recompute"]
+"""What becomes of the keys and values of requests that live through an update: kept as the old weights made them, or made anew."""
 
 
 class EngineDied(RuntimeError):
@@ -37,6 +43,11 @@ class Engine(Protocol):
         """Size of the distribution that entropies are taken over."""
         ...
 
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that are served."""
+        ...
+
     def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """Yields one Completion, or two where `probe_tokens` is set and the completion is longer: first the probe
         (`finish_reason="probe"`), then the *remaining* tokens. Raises EngineDied when the engine is gone."""
@@ -46,10 +57,34 @@ class Engine(Protocol):
         """Log-probs of token_ids[1:] at temperature 1 under the weights now served, length len(token_ids) - 1."""
         ...
 
-    async def load_weights(self, path: str, manifest: WeightManifest) -> None:
-        """Serves the weights of the flat buffer file `path` from now on. Requests in flight finish first; cached keys and
-        values of older weights are dropped. Raises ValueError where file and manifest disagree; the old version then
-        goes on serving."""
+    async def connect_weights(self, connection: Connection) -> None:
+        """Once before the first update, and again after an engine was started anew. May wait for the actors."""
+        ...
+
+    async def receive_buckets(self, version: int, indices: Sequence[int]) -> None:
+        """Takes buckets of `version` without touching what is served; generation goes on."""
+        ...
+
+    async def check_buckets(self, version: int, checksums: Mapping[int, Sequence[str]]) -> None:
+        """Of received buckets, by index: raises ValueError where a fragment's checksum is not the given one."""
+        ...
+
+    async def begin_weights(self, in_flight: InFlight) -> None:
+        """Holds generation, requests in flight included, until `commit_weights` or `abandon_weights`."""
+        ...
+
+    async def load_buckets(self, version: int, indices: Sequence[int]) -> None:
+        """Puts received buckets into the model. From the first to the last bucket the model is of two versions."""
+        ...
+
+    async def commit_weights(self, version: int) -> None:
+        """Serves `version` from now on: generation goes on, new requests see no keys and values of older weights. Raises ValueError
+        where a worker lacks a bucket of it; generation is then held until an update succeeds."""
+        ...
+
+    async def abandon_weights(self) -> None:
+        """Ends an update that failed. The old version goes on serving, unless a bucket was loaded already: generation is then held
+        until an update succeeds."""
         ...
 
     async def close(self) -> None: ...

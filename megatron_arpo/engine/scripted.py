@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_arpo.engine.base import GenerateRequest
-from megatron_arpo.types import Completion, WeightManifest
+from megatron_arpo.engine.base import GenerateRequest, InFlight
+from megatron_arpo.engine.transport.base import Connection
+from megatron_arpo.types import Completion, VersionRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class ScriptedEngine:
     """Serves `script` as an Engine.
 
     A decoded token takes `token_latency_s` of `sleep`, which tests may replace by virtual time. `requests` lists every
-    request in order of arrival. `load_weights` reads no file, only the manifest's version.
+    request in order of arrival. Weight updates move no bytes, only the version: requests in flight stop and go on.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class ScriptedEngine:
         self._token_latency_s = token_latency_s
         self._scorer = scorer
         self._sleep = sleep
-        self._num_running = 0
         self._loading = False
+        self._received: set[tuple[int, int]] = set()
         self._changed = asyncio.Condition()
         self.weight_version = weight_version
         self.requests: list[GenerateRequest] = []
@@ -65,24 +66,23 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         self.requests.append(request)
+        await self._while_loading()
+        reply = self._script(request.token_ids, None if request.temperature == 0.0 else request.seed)
+        end = min(len(reply.token_ids), request.max_tokens)
+        begin = 0
+        if request.probe_tokens is not None and request.probe_tokens < end:
+            begin = request.probe_tokens
+            await self._sleep(begin * self._token_latency_s)
+            await self._while_loading()
+            yield self._slice(reply, 0, begin, "probe")
+        await self._sleep((end - begin) * self._token_latency_s)
+        await self._while_loading()
+        cut_short = end < len(reply.token_ids)
+        yield self._slice(reply, begin, end, "length" if cut_short else reply.finish)
+
+    async def _while_loading(self) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._loading)
-            self._num_running += 1
-        try:
-            reply = self._script(request.token_ids, None if request.temperature == 0.0 else request.seed)
-            end = min(len(reply.token_ids), request.max_tokens)
-            begin = 0
-            if request.probe_tokens is not None and request.probe_tokens < end:
-                begin = request.probe_tokens
-                await self._sleep(begin * self._token_latency_s)
-                yield self._slice(reply, 0, begin, "probe")
-            await self._sleep((end - begin) * self._token_latency_s)
-            cut_short = end < len(reply.token_ids)
-            yield self._slice(reply, begin, end, "length" if cut_short else reply.finish)
-        finally:
-            self._num_running -= 1
-            async with self._changed:
-                self._changed.notify_all()
 
     def _slice(self, reply: ScriptedReply, begin: int, end: int, finish: Literal["stop", "length", "abort", "probe"]) -> Completion:
         errors = reply.entropy_errors or (0.0,) * len(reply.token_ids)
@@ -93,8 +93,7 @@ class ScriptedEngine:
             entropy_errors=errors[begin:end],
             finish_reason=finish,
             stop_text=reply.stop_text if finish == "stop" else None,
-            min_weight_version=self.weight_version,
-            max_weight_version=self.weight_version,
+            weight_versions=(VersionRun(self.weight_version, end - begin),) if end > begin else (),
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -103,15 +102,33 @@ class ScriptedEngine:
             return self._scorer(token_ids)
         return [-math.log(self._vocab_size)] * (len(token_ids) - 1)
 
-    async def load_weights(self, path: str, manifest: WeightManifest) -> None:
+    async def connect_weights(self, connection: Connection) -> None:
+        return None
+
+    async def receive_buckets(self, version: int, indices: Sequence[int]) -> None:
+        self._received.update((version, index) for index in indices)
+
+    async def check_buckets(self, version: int, checksums: Mapping[int, Sequence[str]]) -> None:
+        return None
+
+    async def begin_weights(self, in_flight: InFlight) -> None:
+        self._loading = True
+
+    async def load_buckets(self, version: int, indices: Sequence[int]) -> None:
+        if missing := [index for index in indices if (version, index) not in self._received]:
+            raise ValueError(f"weights version {version}: buckets {missing} have not been received")
+
+    async def commit_weights(self, version: int) -> None:
         async with self._changed:
-            self._loading = True
-            try:
-                await self._changed.wait_for(lambda: self._num_running == 0)
-                self.weight_version = manifest.version
-            finally:
-                self._loading = False
-                self._changed.notify_all()
+            self.weight_version = version
+            self._received.clear()
+            self._loading = False
+            self._changed.notify_all()
+
+    async def abandon_weights(self) -> None:
+        async with self._changed:
+            self._loading = False
+            self._changed.notify_all()
 
     async def close(self) -> None:
         return None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_arpo.algorithm.entropy import entropy_from_logprobs
 from megatron_arpo.config.rollout import EngineSettings
-from megatron_arpo.engine.base import EngineDied, GenerateRequest
-from megatron_arpo.engine.vllm_plugin import SHARE_CORES
-from megatron_arpo.types import Completion, WeightManifest
+from megatron_arpo.engine.base import EngineDied, GenerateRequest, InFlight
+from megatron_arpo.engine.transport.base import Connection
+from megatron_arpo.engine.vllm_plugin import SHARE_CORES, WEIGHT_TRANSFER
+from megatron_arpo.types import Completion, VersionRun, join_runs
 
 _GIB = 2**30
 _CPU_BATCHED_TOKENS = 8192
-_WORKER_CLASS = "megatron_arpo.engine.vllm_worker.WeightLoader"
 
 
 class VllmEngine:
@@ -29,12 +28,16 @@ class VllmEngine:
         self._top_logprobs = min(top_logprobs, vocab_size)
         self._version = 0
         self._num_requests = 0
+        self._is_updating = False
+        self._is_torn = False
+        self._recompute = False
 
     @classmethod
     async def start(cls, model_path: Path, dtype: str, settings: EngineSettings) -> VllmEngine:
         """Starts the engine on the weights in `model_path`; takes some 20 s. The entry script needs a __main__ guard, since vLLM
         spawns its processes."""
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,17 +61,22 @@ class VllmEngine:
             max_logprobs=-1,
             logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
             enable_prefix_caching=True,
-            worker_extension_cls=_WORKER_CLASS,
+            weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
             generation_config="vllm",
             disable_log_stats=True,
             **for_platform,
         )
         llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        await llm.update_weight_version("0")
         return cls(llm, llm.model_config.get_vocab_size(), settings.top_logprobs)
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         from vllm import SamplingParams
@@ -89,20 +97,20 @@ class VllmEngine:
             stream_interval=request.probe_tokens,
             output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
         )
-        version = self._version
         tokens = _SampledTokens(self._vocab_size, self._top_logprobs)
         probed = 0
         async for output in self._outputs(list(request.token_ids), parameters):
             piece = output.outputs[0]
-            tokens.extend(piece.token_ids, piece.logprobs)
+            tokens.extend(piece.token_ids, piece.logprobs, self._version)
             if streamed and not probed and len(tokens) > request.probe_tokens:
                 probed = request.probe_tokens
-                yield tokens.completion(0, probed, "probe", None, (version, self._version), output.num_cached_tokens)
+                yield tokens.completion(0, probed, "probe", None, output.num_cached_tokens)
             if output.finished:
+                if piece.weight_versions is not None:  # the engine's own account of which weights sampled which token
+                    tokens.versions = [int(span.version) for span in piece.weight_versions for _ in range(span.start, span.end)]
                 stop_text = piece.stop_reason if isinstance(piece.stop_reason, str) else None
                 reason = piece.finish_reason if piece.finish_reason in ("stop", "length") else "abort"
-                versions = (version, self._version)
-                yield tokens.completion(probed, len(tokens), reason, stop_text, versions, output.num_cached_tokens)
+                yield tokens.completion(probed, len(tokens), reason, stop_text, output.num_cached_tokens)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams
@@ -114,36 +122,79 @@ class VllmEngine:
                 return [found.logprobs[start] for start in found.start_indices[1:]]
         raise EngineDied("vLLM ended a scoring request without an output")
 
-    async def load_weights(self, path: str, manifest: WeightManifest) -> None:
-        values = dataclasses.asdict(manifest)
-        problems = await self._call_workers("check_weights", path, values)
-        if any(problems):
-            raise ValueError(next(filter(None, problems)))
-        await self._llm.pause_generation(mode="wait", clear_cache=True)
-        try:
-            await self._call_workers("load_weights_from_buffer", path, values)
-            await self._llm.reset_prefix_cache()
-            self._version = manifest.version
-        finally:
+    async def connect_weights(self, connection: Connection) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        values = {"connection": connection.model_dump(mode="json")}
+        await self._weights("connect", self._llm.init_weight_transfer_engine(WeightTransferInitRequest(values)))
+
+    async def receive_buckets(self, version: int, indices: Sequence[int]) -> None:
+        await self._update(version, "receive", indices)
+
+    async def check_buckets(self, version: int, checksums: Mapping[int, Sequence[str]]) -> None:
+        await self._update(version, "check", list(checksums), [list(one) for one in checksums.values()])
+
+    async def begin_weights(self, in_flight: InFlight) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        self._recompute = in_flight == "recompute"
+
+    async def load_buckets(self, version: int, indices: Sequence[int]) -> None:
+        self._is_torn = True
+        await self._update(version, "load", indices)
+
+    async def commit_weights(self, version: int) -> None:
+        await self._finish(str(version))
+        # new requests carry another salt; what old weights left in the cache would only take room
+        await self._llm.reset_prefix_cache(reset_running_requests=self._recompute)
+        self._version = version
+        self._is_torn = False
+        await self._llm.resume_generation()
+
+    async def abandon_weights(self) -> None:
+        if self._is_updating:
+            await self._finish(None)
+        if not self._is_torn:
             await self._llm.resume_generation()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
 
-    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+    async def _update(self, version: int, action: str, indices: Sequence[int], checksums: list[list[str]] | None = None) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if not self._is_updating:
+            await self._weights("start", self._llm.start_weight_update())
+            self._is_updating = True
+        values = {"version": version, "action": action, "buckets": list(indices), "checksums": checksums}
+        try:
+            await self._weights("update", self._llm.update_weights(WeightTransferUpdateRequest(values)))
+        except ValueError:
+            self._is_updating = False  # a worker that fails ends its session
+            raise
+
+    async def _finish(self, version: str | None) -> None:
+        self._is_updating = False
+        await self._weights("finish", self._llm.finish_weight_update(version))
+
+    async def _weights(self, what: str, call: Awaitable[None]) -> None:
+        """A call to the workers; what they raise comes as ValueError with its last line, since vLLM brings it as text."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return await self._llm.collective_rpc(method, args=arguments)
+            await call
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM's engine process ended during {method}") from error
+            raise EngineDied(f"vLLM's engine process ended during a weight update ({what})") from error
+        except Exception as error:
+            raise ValueError(f"weight update ({what}): {error}") from error
 
     async def _outputs(self, token_ids: list[int], parameters: Any) -> AsyncIterator[Any]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._num_requests += 1
         try:
-            async for output in self._llm.generate({"prompt_token_ids": token_ids}, parameters, f"r{self._num_requests}"):
+            # the salt keeps a request from keys and values that other weights left in the prefix cache
+            prompt = {"prompt_token_ids": token_ids, "cache_salt": f"v{self._version}"}
+            async for output in self._llm.generate(prompt, parameters, f"r{self._num_requests}"):
                 yield output
         except EngineDeadError as error:
             raise EngineDied("vLLM's engine process ended while it generated") from error
@@ -159,14 +210,17 @@ class _SampledTokens:
         self._logprobs: list[float] = []
         self._entropies: list[float] = []
         self._errors: list[float] = []
+        self.versions: list[int] = []
+        """Of the weights that sampled each token."""
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def extend(self, token_ids: Sequence[int], flat: Any) -> None:
+    def extend(self, token_ids: Sequence[int], flat: Any, version: int) -> None:
         """`flat` is vLLM's FlatLogprobs: for each position the sampled token first, then the most likely ones. Where vLLM
         merged two streamed outputs, a sampled token that is among the most likely ones stands there only once."""
         self._ids.extend(token_ids)
+        self.versions.extend([version] * len(token_ids))
         for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
             self._logprobs.append(flat.logprobs[start])
             first = start if end - start == self._top_logprobs else start + 1
@@ -174,9 +228,7 @@ class _SampledTokens:
             self._entropies.append(entropy)
             self._errors.append(error)
 
-    def completion(
-        self, start: int, end: int, reason: Any, stop_text: str | None, versions: tuple[int, int], cached_tokens: int | None
-    ) -> Completion:
+    def completion(self, start: int, end: int, reason: Any, stop_text: str | None, cached_tokens: int | None) -> Completion:
         return Completion(
             token_ids=tuple(self._ids[start:end]),
             logprobs=tuple(self._logprobs[start:end]),
@@ -184,7 +236,6 @@ class _SampledTokens:
             entropy_errors=tuple(self._errors[start:end]),
             finish_reason=reason,
             stop_text=stop_text,
-            min_weight_version=versions[0],
-            max_weight_version=versions[1],
+            weight_versions=join_runs(VersionRun(version, 1) for version in self.versions[start:end]),
             cached_tokens=cached_tokens or 0,
         )

@@ -126,3 +126,12 @@ def unshard(megatron_name: str, shards: list[torch.Tensor]) -> torch.Tensor:
 
 def is_sharded(megatron_name: str) -> bool:
     return megatron_name in _SPLIT_DIM
+
+
+def split_dim(megatron_name: str) -> int | None:
+    """Dimension of the Megatron tensor that tensor parallelism cuts; None where every rank holds all of it."""
+    return _SPLIT_DIM.get(megatron_name)
+
+
+def is_vocabulary(megatron_name: str) -> bool:
+    return megatron_name in _VOCABULARY

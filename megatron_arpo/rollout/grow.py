@@ -37,6 +37,7 @@ from megatron_arpo.types import (
     Segment,
     SegmentKind,
     ToolCall,
+    join_runs,
 )
 
 
@@ -167,8 +168,7 @@ class _TreeGrower:
             logprobs=tuple(logprob for part in completions for logprob in part.logprobs),
             entropies=tuple(entropy for part in completions for entropy in part.entropies),
             max_entropy_error=max(error for part in completions for error in part.entropy_errors),
-            min_weight_version=min(part.min_weight_version for part in completions),
-            max_weight_version=max(part.max_weight_version for part in completions),
+            weight_versions=join_runs(run for part in completions for run in part.weight_versions),
             finish_reason=finish,
             decision=decision,
             **dropped,

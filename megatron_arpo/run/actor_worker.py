@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_arpo.actor import checkpoint, layout
-from megatron_arpo.actor.device import prepare
+from megatron_arpo.actor.device import current_device, prepare
 from megatron_arpo.actor.kernels import layer_implementation
 from megatron_arpo.actor.model import TORCH_DTYPES, build_model, transformer_config, unwrap_all
 from megatron_arpo.actor.policy import policy_step
@@ -29,11 +30,15 @@ from megatron_arpo.batch.padding import FILLER
 from megatron_arpo.config.actor import ActorSettings
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.config.model import ModelSettings
-from megatron_arpo.engine.weight_buffer import TensorPlace, checksum, mapped, tensor_at
+from megatron_arpo.engine.buckets import Bucket, buckets_of
+from megatron_arpo.engine.transport.base import CudaIpcRoute, Outbox, Route
+from megatron_arpo.engine.transport.open import open_outbox
 from megatron_arpo.families.architecture import read_architecture
 from megatron_arpo.types import PackedRow
-from megatron_arpo.weights.megatron import GatheredTensor, gather_hf_weights, load_hf_weights
+from megatron_arpo.weights.megatron import load_hf_weights
+from megatron_arpo.weights.plan import HeldPiece
 from megatron_arpo.weights.safetensors_folder import tensor_reader
+from megatron_arpo.weights.sender import WeightSender
 
 
 class ActorWorker:
@@ -75,6 +80,8 @@ class ActorWorker:
         )
         self._updater = Updater(chunks, config, logits, actor.optimizer, num_updates)
         self._reference = ReferencePolicy(self._updater.chunks) if with_reference else None
+        self._sender = WeightSender(unwrap_all(self._updater.chunks), self._architecture)
+        self._outboxes: dict[str, tuple[Outbox, tuple[Bucket, ...]]] = {}
         return os.getpid()
 
     def policy_step(self, mini_batches: Sequence[Sequence[Sequence[PackedRow]]], loss: LossSettings, temperature: float) -> list[Sums]:
@@ -107,24 +114,29 @@ class ActorWorker:
         lengths = [len(ids) - 1 for ids in sequences]
         return [scores.tolist() for scores in torch.cat(whole).split(lengths)]
 
-    def weight_shapes(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(Hugging Face name, dtype, shape) of the tensors that this rank writes."""
-        mine = [one for one in self._gathered() if one.written_here]
-        return [(one.name, str(one.tensor.dtype).removeprefix("torch."), tuple(one.tensor.shape)) for one in mine]
+    def held_weights(self) -> list[HeldPiece]:
+        return self._sender.held()
 
-    def write_weights(self, path: Path, places: Sequence[TensorPlace]) -> dict[str, int]:
-        """Writes this rank's tensors into the flat file and returns their checksums."""
-        where = {place.name: place for place in places}
-        checksums: dict[str, int] = {}
-        with mapped(path) as buffer:
-            for one in self._gathered():
-                if one.written_here:
-                    tensor_at(buffer, where[one.name]).copy_(one.tensor)
-                    checksums[one.name] = checksum(one.tensor)
-        return checksums
+    def sync_store(self) -> tuple[str, int] | None:
+        """Where rank 0 keeps its store open, for other process groups to meet; None on the others."""
+        return None if self._rank else (self.host(), self._store.port)
 
-    def _gathered(self) -> Iterator[GatheredTensor]:
-        return gather_hf_weights(unwrap_all(self._updater.chunks), self._architecture)
+    def open_outbox(self, name: str, route: Route, buckets: list[dict[str, Any]]) -> str | None:
+        """A way out for weights, in place of the one of that name. Returns what engines open a CUDA IPC route with."""
+        self.close_outbox(name)
+        made = buckets_of(buckets)
+        outbox = open_outbox(route, made, self._rank, current_device())
+        self._outboxes[name] = (outbox, made)
+        return outbox.handle if isinstance(route, CudaIpcRoute) else None
+
+    def send_bucket(self, name: str, index: int, with_checksums: bool) -> list[str]:
+        """Checksums of the fragments that this rank sends."""
+        outbox, buckets = self._outboxes[name]
+        return self._sender.send(outbox, buckets[index], self._rank, with_checksums)
+
+    def close_outbox(self, name: str) -> None:
+        if name in self._outboxes:
+            self._outboxes.pop(name)[0].close()
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self._updater, folder)

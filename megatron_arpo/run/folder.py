@@ -23,6 +23,14 @@ from megatron_arpo.weights.hf_folder import copy_hf_files
 _STATE_FILE = "state.json"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """What a run goes on from; without a checkpoint it begins."""
+
+    checkpoint: Path | None
+    state: RunState
+
+
 class RunFolder:
     """An opened run folder, locked against a second run until `close` or the end of the process.
 
@@ -73,12 +81,12 @@ class RunFolder:
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(self.checkpoints()), None)
 
-    def starting_point(self, command: str, config: RunConfig, architecture: Architecture) -> tuple[Path | None, RunState]:
-        """The newest checkpoint of this `command` and its state, or None and the state of a run that begins. Raises ValueError
-        where the folder belongs to another command, seed or architecture, or `run.resume` is false."""
+    def starting_point(self, command: str, config: RunConfig, architecture: Architecture) -> StartingPoint:
+        """The newest checkpoint of this `command`, or the state of a run that begins. Raises ValueError where the folder belongs to
+        another command, seed, architecture or expert-parallel size, or `run.resume` is false."""
         checkpoint = self.newest_checkpoint()
         if checkpoint is None:
-            return None, RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed)
+            return StartingPoint(None, RunState(step=0, weight_version=0, cursor=(0, 0), seed=config.run.seed))
         if not config.run.resume:
             raise ValueError(f"run.dir={self.path} holds {checkpoint.name} and run.resume is false; choose another run.dir")
         found = read_checkpoint(checkpoint)
@@ -88,7 +96,7 @@ class RunFolder:
         if found.state.seed != config.run.seed:
             raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {found.state.seed}; use that or another run.dir")
         _check_expert_split(checkpoint, found.layout, config.actor.layout)
-        return checkpoint, found.state
+        return StartingPoint(checkpoint, found.state)
 
     def _checkpoint_bytes(self) -> int:
         """Size of the newest checkpoint; 0 without one."""

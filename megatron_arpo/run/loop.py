@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 from megatron_arpo.actor.sums import Sums, add_up
@@ -19,19 +19,17 @@ from megatron_arpo.rollout.metrics import rollout_metrics
 from megatron_arpo.rollout.record import read_step, write_step
 from megatron_arpo.run.evaluate import evaluate
 from megatron_arpo.run.export import export_hf
-from megatron_arpo.run.folder import RunFolder
+from megatron_arpo.run.folder import RunFolder, StartingPoint
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.prompts import Datasets, drop_long
 from megatron_arpo.run.step_batch import batch_metrics, make_batch, row_cost
 from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import Prompt, RolloutTree, RunState
 
-COMMAND = "train"
 
-
-def train(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet], architecture: Architecture) -> None:
-    """Trains to `run.num_steps`, from the newest checkpoint where there is one."""
-    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
+def train(config: RunConfig, folder: RunFolder, start: StartingPoint, found: dict[str, PromptSet], architecture: Architecture) -> None:
+    """Trains to `run.num_steps`, from `start`."""
+    checkpoint, state = start.checkpoint, start.state
     if config.run.replay is not None:
         _check_replay(config, state.step)
     if checkpoint is not None:
@@ -44,7 +42,9 @@ def train(config: RunConfig, folder: RunFolder, found: dict[str, PromptSet], arc
     with Cluster(config, config.run.num_steps * updates_a_step, **parts) as cluster:
         if checkpoint is not None:
             cluster.on_actors("load", checkpoint / "weights")
-        _Training(config, folder, data, architecture, cluster, state).run()
+        training = _Training(config, folder, data, architecture, cluster, state)
+        with closing(training):
+            training.run()
 
 
 class _Training:
@@ -54,7 +54,7 @@ class _Training:
         self._config, self._folder, self._data, self._architecture = config, folder, data, architecture
         self._cluster, self._state = cluster, state
         self._cost = row_cost(architecture)
-        self._sync = WeightSync(cluster, config.weights, config.model)
+        self._sync = None if config.run.replay is not None else weight_sync(cluster, config, architecture)
         self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -70,8 +70,12 @@ class _Training:
         newest = self._folder.newest_checkpoint()
         if newest is None or newest.name != f"step_{self._state.step:06d}":
             self._save()
-        export_hf(self._sync, config.model.path, self._folder.hf)
+        export_hf(self._cluster.actors, config.model.path, self._folder.hf)
         say(f"model in {self._folder.hf}")
+
+    def close(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
 
     def _step(self) -> str:
         config, started = self._config, time.perf_counter()
@@ -163,7 +167,7 @@ class _Training:
     def _save(self) -> None:
         started = time.perf_counter()
         self._folder.save_checkpoint(
-            COMMAND, self._config, self._state, self._architecture, write_weights=lambda path: self._cluster.on_actors("save", path)
+            "train", self._config, self._state, self._architecture, write_weights=lambda path: self._cluster.on_actors("save", path)
         )
         self._folder.metrics.write("checkpoint", self._state.step, {"seconds": round(time.perf_counter() - started, 4)})
 
@@ -172,6 +176,15 @@ class _Training:
         started = time.perf_counter()
         yield
         self._seconds[phase] = time.perf_counter() - started
+
+
+def weight_sync(cluster: Cluster, config: RunConfig, architecture: Architecture) -> WeightSync:
+    weights = config.weights
+    if weights.transport == "checkpoint" and weights.folder is None:
+        weights = weights.model_copy(update={"folder": config.run.dir / "weights"})
+    return WeightSync(
+        cluster.actors, cluster.engines, weights, config.model, num_kv_heads=architecture.num_kv_heads, engine_tp=config.engine.tp
+    )
 
 
 def branching_of(config: RunConfig) -> ArpoBranching | NoBranching:

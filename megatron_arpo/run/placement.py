@@ -7,11 +7,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_arpo.config.run import RunConfig
+from megatron_arpo.run.peers import call
 
 _CLOSE_TIMEOUT_S = 6.0
 _WORKER_ENVIRONMENT = {
@@ -23,6 +24,18 @@ _WORKER_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+
+class RayPeers:
+    """Ray actors that are called together (run/peers.py)."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self.handles = list(handles)
+
+    def start(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> Callable[[], list[Any]]:
+        own = [(one,) for one in each] or [()] * len(self.handles)
+        calls = [getattr(handle, method).remote(*arguments, *one) for handle, one in zip(self.handles, own, strict=True)]
+        return lambda: _result(calls)
 
 
 class Cluster:
@@ -38,8 +51,8 @@ class Cluster:
         self._num_updates = num_updates
         self._with_engine = with_engine
         self._private = Path(tempfile.mkdtemp(prefix="megatron-arpo-"))
-        self.actors: list[Any] = []
-        self.engine: Any = None
+        self.actors = RayPeers([])
+        self.engines = RayPeers([])
 
     def __enter__(self) -> Cluster:
         try:
@@ -54,20 +67,20 @@ class Cluster:
         import ray
 
         try:
-            if self.engine is not None:
-                # the engine first: only its own shutdown removes its shared memory
-                ray.wait([self.engine.close.remote()], timeout=_CLOSE_TIMEOUT_S)
+            if self.engines.handles:
+                # engines first: only their own shutdown removes their shared memory
+                ray.wait([engine.close.remote() for engine in self.engines.handles], timeout=_CLOSE_TIMEOUT_S)
         finally:
             ray.shutdown()
             shutil.rmtree(self._private, ignore_errors=True)
 
     def on_actors(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a collective on all actor ranks; their results in rank order. The first error of any rank is raised."""
-        return _result([getattr(actor, method).remote(*arguments) for actor in self.actors])
+        return call(self.actors, method, *arguments)
 
     def on_engine(self, method: str, *arguments: Any) -> Any:
         """Calls the rollout worker; its error is raised."""
-        return _result(getattr(self.engine, method).remote(*arguments))
+        return call(self.engines, method, *arguments)[0]
 
     def share(self, value: Any) -> Any:
         """Puts a large argument into Ray's object store once for all ranks."""
@@ -116,19 +129,20 @@ class Cluster:
             from megatron_arpo.run.rollout_worker import RolloutWorker
 
             make_engine = ray.remote(num_cpus=1, num_gpus=num_gpus * config.engine.tp)(RolloutWorker)
-            self.engine = make_engine.remote()
-            engine_up = self.engine.start.remote(config)
+            self.engines = RayPeers([make_engine.remote()])
+            engines_up = self.engines.start("start", config)
         if self._with_actor:
             from megatron_arpo.run.actor_worker import ActorWorker
 
             world_size = config.actor.layout.world_size
             make_actor = ray.remote(num_cpus=1, num_gpus=num_gpus)(ActorWorker)
-            self.actors = [make_actor.remote(rank, world_size) for rank in range(world_size)]
-            host = _result(self.actors[0].host.remote())
-            port = _result(self.actors[0].open_store.remote(host))
+            self.actors = RayPeers([make_actor.remote(rank, world_size) for rank in range(world_size)])
+            first = RayPeers(self.actors.handles[:1])
+            (host,) = call(first, "host")
+            (port,) = call(first, "open_store", host)
             self.on_actors("setup", host, port, config.model, config.actor, self._num_updates, config.run.seed, self._with_reference)
         if self._with_engine:
-            _result(engine_up)
+            engines_up()
 
 
 def _result(references: Any) -> Any:
@@ -143,8 +157,3 @@ def _result(references: Any) -> Any:
         raise RuntimeError(
             "a worker process died (out of memory, or killed); start the same command again to go on from the last checkpoint"
         ) from error
-
-
-def first_result(results: Sequence[Any]) -> Any:
-    """The one non-empty result of a collective that only reporting ranks answer."""
-    return next(result for result in results if result)

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_arpo.agent_tools.build import build_tools
 from megatron_arpo.agent_tools.parse import format_result, parse_tool_call
 from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching
 from megatron_arpo.config.run import RunConfig
 from megatron_arpo.data.chat import encode_prompt, encode_result
+from megatron_arpo.engine.base import InFlight
+from megatron_arpo.engine.transport.base import Connection
 from megatron_arpo.engine.vllm import VllmEngine
 from megatron_arpo.reward.base import get_reward
 from megatron_arpo.rollout.base import RolloutLimits, SamplingSettings
 from megatron_arpo.rollout.collect import collect
-from megatron_arpo.types import Prompt, RolloutTree, ToolCall, WeightManifest
+from megatron_arpo.types import Prompt, RolloutTree, ToolCall
 
 
 class TokenizerCodec:
@@ -85,8 +87,29 @@ class RolloutWorker:
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return list(await asyncio.gather(*map(self._engine.score, sequences)))
 
-    async def load_weights(self, path: str, manifest: WeightManifest) -> None:
-        await self._engine.load_weights(path, manifest)
+    async def weight_version(self) -> int:
+        return self._engine.weight_version
+
+    async def connect_weights(self, connection: Connection) -> None:
+        await self._engine.connect_weights(connection)
+
+    async def receive_buckets(self, version: int, indices: Sequence[int]) -> None:
+        await self._engine.receive_buckets(version, indices)
+
+    async def check_buckets(self, version: int, checksums: Mapping[int, Sequence[str]]) -> None:
+        await self._engine.check_buckets(version, checksums)
+
+    async def begin_weights(self, in_flight: InFlight) -> None:
+        await self._engine.begin_weights(in_flight)
+
+    async def load_buckets(self, version: int, indices: Sequence[int]) -> None:
+        await self._engine.load_buckets(version, indices)
+
+    async def commit_weights(self, version: int) -> None:
+        await self._engine.commit_weights(version)
+
+    async def abandon_weights(self) -> None:
+        await self._engine.abandon_weights()
 
     async def close(self) -> None:
         await asyncio.gather(self._engine.close(), self._tools.close(), return_exceptions=False)

@@ -18,19 +18,17 @@ from megatron_arpo.data.tokenise import SequenceCounts, TokeniseSettings, tokeni
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.progress import progress, say
 from megatron_arpo.run.export import export_hf
-from megatron_arpo.run.folder import RunFolder
+from megatron_arpo.run.folder import RunFolder, StartingPoint
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.step_batch import row_cost
-from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import PackedRow
 
-COMMAND = "sft"
 
-
-def fine_tune(config: RunConfig, folder: RunFolder, files: Sequence[DemonstrationFile], architecture: Architecture) -> None:
-    """Runs `sft.num_epochs`, from the newest checkpoint where there is one, and exports to the run folder's hf/."""
-    sft = config.sft
-    checkpoint, state = folder.starting_point(COMMAND, config, architecture)
+def fine_tune(
+    config: RunConfig, folder: RunFolder, start: StartingPoint, files: Sequence[DemonstrationFile], architecture: Architecture
+) -> None:
+    """Runs `sft.num_epochs`, from `start`, and exports to the run folder's hf/."""
+    sft, checkpoint, state = config.sft, start.checkpoint, start.state
     cache, counts = _tokenised(files, config, folder)
     plan = BatchPlan(len(cache), sft.batch_size, config.run.seed)
     num_updates, cost = plan.batches_an_epoch * sft.num_epochs, row_cost(architecture)
@@ -66,8 +64,8 @@ def fine_tune(config: RunConfig, folder: RunFolder, files: Sequence[Demonstratio
             folder.metrics.write("sft", state.step, values)
             bar.advance(f"loss {sums['loss']:.3f}  {values['tokens_per_second']:.0f} tokens/s")
             if state.step % config.run.save_every_steps == 0 or state.step == num_updates:
-                folder.save_checkpoint(COMMAND, config, state, architecture, write_weights=lambda path: cluster.on_actors("save", path))
-        export_hf(WeightSync(cluster, config.weights, config.model), config.model.path, folder.hf)
+                folder.save_checkpoint("sft", config, state, architecture, write_weights=lambda path: cluster.on_actors("save", path))
+        export_hf(cluster.actors, config.model.path, folder.hf)
     say(f"model in {folder.hf}")
 
 

@@ -1,23 +1,34 @@
-"""Actor weights -> engine: one flat file in shared memory for each version, and the proof that both sides hold the same model."""
+"""Actor weights -> engines: one plan for the run, buckets through a transport, and the proof that both sides hold the same model."""
 
 from __future__ import annotations
 
-import errno
 import math
 import os
+import secrets
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.config.weights import WeightSettings
-from megatron_arpo.engine.weight_buffer import TensorPlace, buffer_bytes, lay_out, manifest_of
-from megatron_arpo.run.placement import Cluster, first_result
+from megatron_arpo.engine.buckets import plain
+from megatron_arpo.engine.slices import kept_region
+from megatron_arpo.engine.transport.base import BroadcastRoute, Connection, CudaIpcRoute, FilesRoute, Route
+from megatron_arpo.engine.transport.files import create_files
+from megatron_arpo.observe.progress import say
+from megatron_arpo.run.peers import Peers, call
 from megatron_arpo.types import WeightManifest
+from megatron_arpo.weights.plan import Need, SyncPlan, hull_of, make_plan, merge_checksums
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_PREFIX = "megatron-arpo-"
 _MAX_VERIFY_TOKENS = 1024
+OUTBOX = "engines"
+"""Name of the actors' outbox that leads to the engines."""
 
 
 class WeightMismatch(RuntimeError):
@@ -25,57 +36,182 @@ class WeightMismatch(RuntimeError):
 
 
 class WeightSync:
-    """Brings the engine to the actor's weights. The layout of the buffer is made once."""
+    """Brings the engines to the actor's weights. `num_kv_heads` and `engine_tp` say how an engine cuts the model.
 
-    def __init__(self, cluster: Cluster, weights: WeightSettings, model: ModelSettings) -> None:
-        self._cluster = cluster
-        self._weights = weights
-        self._dtype = model.dtype
+    Plan, buffers and process groups are made once. `close` removes what lies in shared memory.
+    """
+
+    def __init__(
+        self, actors: Peers, engines: Peers, weights: WeightSettings, model: ModelSettings, *, num_kv_heads: int, engine_tp: int
+    ) -> None:
+        self._actors, self._engines = actors, engines
+        self._weights, self._model = weights, model
+        self._num_kv_heads, self._tp = num_kv_heads, engine_tp
+        self._folder: Path | None = None
         _sweep()
-        shapes = [shape for rank in cluster.on_actors("weight_shapes") for shape in rank]
-        self._places: tuple[TensorPlace, ...] = lay_out(shapes)
+        num_engines = len(call(engines, "weight_version"))
+        self.plan, self._mailboxes = self._make_plan(num_engines)
+        self._connect()
+        self.manifest: WeightManifest | None = None
 
     def push(self, version: int, verify_sequences: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Makes the engine serve `version`. Returns seconds, bytes and, with `weights.verify: logprob`, the differences of
-        log-probs over `verify_sequences`. Raises WeightMismatch past the bound."""
+        """Makes the engines serve `version`. Returns seconds (`transport`, `load`, and `held`: no token was generated), bytes and,
+        with `weights.verify: logprob`, the differences of log-probs over `verify_sequences`. Raises WeightMismatch past the bound.
+        A sync that fails is tried `weights.tries` times; the old version goes on serving, see `weights.keep_old`."""
         started = time.perf_counter()
-        path, manifest = self.write(version)
-        try:
-            self._cluster.on_engine("load_weights", str(path), manifest)
-        finally:
-            path.unlink()
-        values = {"seconds": time.perf_counter() - started, "bytes": float(buffer_bytes(self._places)), "version": float(version)}
+        for left in reversed(range(self._weights.tries)):
+            try:
+                seconds = self._push_once(version)
+                break
+            except (ValueError, OSError) as error:
+                call(self._engines, "abandon_weights")
+                if not left:
+                    raise
+                say(f"sync of weights version {version} failed ({error}); trying again")
+                if self._weights.transport == "broadcast":
+                    self._connect()  # a group that one side has left can't be used again
+        values = {"seconds": time.perf_counter() - started, "bytes": float(self.plan.moved_bytes), "version": float(version), **seconds}
         if self._weights.verify == "logprob":
             values.update(self._verify(version, verify_sequences))
         return values
 
-    def write(self, version: int, folder: Path = _SHARED_MEMORY) -> tuple[Path, WeightManifest]:
-        """All weights in one new file of `folder`, which the caller removes."""
-        path = folder / f"{_FILE_PREFIX}{os.getpid()}-v{version}"
-        try:
-            with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, buffer_bytes(self._places))
-            checksums: dict[str, int] = {}
-            for rank in self._cluster.on_actors("write_weights", path, self._places):
-                checksums.update(rank)
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise ValueError(
-                    f"{folder} has no room for {buffer_bytes(self._places)} bytes of weights; make it larger (in a container: --shm-size)"
-                ) from error
-            raise
-        return path, manifest_of(self._places, checksums, version)
+    def close(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_plan(self, num_engines: int) -> tuple[SyncPlan, list[tuple[int, ...]]]:
+        """The plan, and for each engine the mailboxes of its workers."""
+        held = call(self._actors, "held_weights")
+        ranks = [partial(kept_region, num_kv_heads=self._num_kv_heads, tp=self._tp, rank=rank) for rank in range(self._tp)]
+        needs: list[Need]
+        if self._shares_files:
+            needs, mailboxes = [hull_of(ranks)], [(0,) * self._tp] * num_engines
+        else:
+            needs = ranks * num_engines
+            mailboxes = [tuple(range(first, first + self._tp)) for first in range(0, len(needs), self._tp)]
+        return make_plan(held, needs, self._weights.bucket_bytes), mailboxes
+
+    @property
+    def _shares_files(self) -> bool:
+        return self._weights.transport in ("shared_memory", "checkpoint")
+
+    def _connect(self) -> None:
+        """Opens both sides of the transport."""
+        buckets = plain(self.plan.buckets)
+        route = self._route()
+        if isinstance(route, CudaIpcRoute):
+            handles = call(self._actors, "open_outbox", OUTBOX, route, buckets)
+            route = CudaIpcRoute(handles=tuple(handles))
+            opened = None
+        else:
+            opened = self._actors.start("open_outbox", OUTBOX, route, buckets)  # with broadcast, both sides wait for each other
+        connections = [
+            Connection(route=route, buckets=buckets, num_kv_heads=self._num_kv_heads, mailboxes=mailboxes) for mailboxes in self._mailboxes
+        ]
+        call(self._engines, "connect_weights", each=connections)
+        if opened is not None:
+            opened()
+
+    def _route(self) -> Route:
+        match self._weights.transport:
+            case "shared_memory" | "checkpoint":
+                name = f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+                parent = _SHARED_MEMORY if self._weights.transport == "shared_memory" else self._weights.folder
+                self._folder = parent / name
+                route = FilesRoute(folder=self._folder, staged=self._weights.keep_old)
+                try:
+                    create_files(route, self.plan.buckets)
+                except BaseException:
+                    self.close()
+                    raise
+                return route
+            case "broadcast":
+                host, port = next(filter(None, call(self._actors, "sync_store")))
+                return BroadcastRoute(
+                    host=host,
+                    port=port,
+                    name=secrets.token_hex(4),
+                    staged=self._weights.keep_old,
+                    timeout_s=self._weights.timeout_s,
+                )
+            case "cuda_ipc":
+                return CudaIpcRoute()
+
+    def _push_once(self, version: int) -> dict[str, float]:
+        """One attempt: buckets travel while the one before is checked or loaded; with `keep_old` all are loaded in the end."""
+        keep_old, count = self._weights.keep_old, len(self.plan.buckets)
+        seconds = {"transport_seconds": 0.0, "load_seconds": 0.0, "held_seconds": 0.0}
+        checksums: list[list[str] | None] = []
+        began = time.perf_counter()
+        if not keep_old:
+            call(self._engines, "begin_weights", self._weights.in_flight)
+        travelling = self._travel(version, 0)
+        for index in range(count):
+            with _timed(seconds, "transport_seconds"):
+                checksums.append(travelling())
+                if index + 1 < count:
+                    travelling = self._travel(version, index + 1)
+                if checksums[index] is not None:
+                    call(self._engines, "check_buckets", version, {index: checksums[index]})
+            if not keep_old:
+                with _timed(seconds, "load_seconds"):
+                    call(self._engines, "load_buckets", version, [index])
+        if keep_old:
+            began = time.perf_counter()
+            with _timed(seconds, "load_seconds"):
+                call(self._engines, "begin_weights", self._weights.in_flight)
+                call(self._engines, "load_buckets", version, list(range(count)))
+        with _timed(seconds, "load_seconds"):
+            call(self._engines, "commit_weights", version)
+        seconds["held_seconds"] = time.perf_counter() - began
+        self.manifest = self._manifest(version, checksums)
+        return seconds
+
+    def _travel(self, version: int, index: int) -> Callable[[], list[str] | None]:
+        """Starts bucket `index` on its way; the returned function waits until the engines have it and gives its checksums."""
+        sending = self._actors.start("send_bucket", OUTBOX, index, self._weights.verify != "off")
+
+        def arrive() -> list[str] | None:
+            if self._weights.transport == "broadcast":  # both sides at a time
+                receiving = self._engines.start("receive_buckets", version, [index])
+                checksums = sending()
+                receiving()
+            else:
+                checksums = sending()
+                call(self._engines, "receive_buckets", version, [index])
+            return merge_checksums(self.plan.buckets[index], checksums)
+
+        return arrive
+
+    def _manifest(self, version: int, checksums: Sequence[list[str] | None]) -> WeightManifest:
+        of_tensor: list[tuple[str, ...]] = []
+        for bucket, found in zip(self.plan.buckets, checksums, strict=True):
+            by_place: list[list[str]] = [[] for _ in bucket.places]
+            for fragment, value in zip(bucket.fragments, found or (), strict=found is not None):
+                by_place[fragment.tensor].append(value)
+            of_tensor.extend(map(tuple, by_place))
+        places = self.plan.tensors()
+        return WeightManifest(
+            version=version,
+            names=tuple(place.name for place in places),
+            dtypes=tuple(place.dtype for place in places),
+            shapes=tuple(place.shape for place in places),
+            checksums=tuple(of_tensor),
+        )
 
     def _verify(self, version: int, sequences: Sequence[Sequence[int]]) -> dict[str, float]:
         scored = [list(ids[:_MAX_VERIFY_TOKENS]) for ids in sequences[: self._weights.verify_sequences] if len(ids) > 1]
-        actor = first_result(self._cluster.on_actors("score", scored))
-        engine = self._cluster.on_engine("score", scored)
-        differences = [abs(a - e) for mine, theirs in zip(actor, engine, strict=True) for a, e in zip(mine, theirs, strict=True)]
+        actor = first_result(call(self._actors, "score", scored))
+        differences = [
+            abs(a - e)
+            for engine in call(self._engines, "score", scored)
+            for mine, theirs in zip(actor, engine, strict=True)
+            for a, e in zip(mine, theirs, strict=True)
+        ]
         if not all(map(math.isfinite, differences)):
             raise WeightMismatch(f"weights version {version}: a log-prob of actor or engine is not a finite number")
         largest, mean = max(differences), math.fsum(differences) / len(differences)
-        exact = self._dtype == "float32"
+        exact = self._model.dtype == "float32"
         measured, bound = (largest, self._weights.max_logprob_diff) if exact else (mean, self._weights.mean_logprob_diff)
         if not measured <= bound:
             raise WeightMismatch(
@@ -86,8 +222,20 @@ class WeightSync:
         return {"logprob_diff_max": largest, "logprob_diff_mean": mean}
 
 
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] += time.perf_counter() - started
+
+
+def first_result(results: Sequence[Any]) -> Any:
+    """The one non-empty result of a collective that only reporting ranks answer."""
+    return next(result for result in results if result)
+
+
 def _sweep() -> None:
-    """Removes weight files of runs that were killed while they wrote one."""
-    for path in _SHARED_MEMORY.glob(f"{_FILE_PREFIX}*-v*"):
+    """Removes weights of runs that were killed."""
+    for path in _SHARED_MEMORY.glob(f"{_FILE_PREFIX}*-*"):
         if not Path(f"/proc/{path.name.removeprefix(_FILE_PREFIX).partition('-')[0]}").exists():
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)

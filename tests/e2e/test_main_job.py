@@ -76,7 +76,7 @@ def test_train(task: Path, fine_tuned: Path, tmp_path: Path, layout: dict, loss:
         assert len(trees) == 4
         for tree in trees:
             assert len(tree.leaf_ids) == 8 == len(tree.rewards)
-            versions = {segment.min_weight_version for segment in tree.model_segments()}
+            versions = {run.version for segment in tree.model_segments() for run in segment.weight_versions}
             assert versions == {0 if step == 1 else int("actor/updates" in train[0])}
         assert any(segment.tool_result.status == "ok" for tree in trees for segment in tree.segments if segment.kind == "tool")
         assert any(segment.decision for tree in trees for segment in tree.model_segments())

@@ -68,7 +68,8 @@ def test_the_run_folder_is_complete(undisturbed: Path) -> None:
 
 
 def test_killed_at_random_moments(task: Path, recorded: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """SIGKILL while it starts, around the first checkpoint, and at random moments behind the first and the second."""
+    """SIGKILL while it starts, around the first checkpoint, and at random moments behind the first and the second; each time the same
+    command is started again at once, beside what is still dying of the one before."""
     path = config_file(task, recorded, tmp_path, tp=2)
     draw = random.Random(7)
     metrics, checkpoints = tmp_path / "run/metrics.jsonl", tmp_path / "run/checkpoints"
@@ -78,18 +79,21 @@ def test_killed_at_random_moments(task: Path, recorded: Path, undisturbed: Path,
         "the first checkpoint": lambda: (checkpoints / "step_000002").exists(),
         "the second checkpoint": lambda: (checkpoints / "step_000004").exists(),
     }
-    for what, reached in moments.items():
-        command = Command("train", str(path))
-        try:
-            command.wait_until(reached, 120, what)
+    killed = []
+    try:
+        for what, reached in moments.items():
+            killed.append(Command("train", str(path)))
+            killed[-1].wait_until(reached, 120, what)
             time.sleep(draw.random())
-            command.kill_hard()
+            killed[-1].kill_hard()
+        code, output = run("train", str(path))
+        assert code == 0, output
+        assert "resuming from" in output
+        for command in killed:
             command.wait_until_nothing_is_left(90)
-        finally:
+    finally:
+        for command in killed:
             command.sweep()
-    code, output = run("train", str(path))
-    assert code == 0, output
-    assert "resuming from" in output
     assert weights(tmp_path) == weights(undisturbed)
     rows = [row for row in read_metrics(metrics) if row["phase"] == "train"]
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1)), "no step twice, none lost"

@@ -13,7 +13,7 @@ from megatron_arpo.engine.base import EngineDied
 from megatron_arpo.engine.scripted import ScriptedEngine, ScriptedReply
 from megatron_arpo.rollout.base import RolloutLimits, SamplingSettings
 from megatron_arpo.rollout.grow import grow_tree
-from megatron_arpo.types import Prompt, ToolCall, ToolResult
+from megatron_arpo.types import Prompt, ToolCall, ToolResult, VersionRun
 
 PROMPT = Prompt(prompt_id="p", messages=({"role": "user", "content": "Q:"},), answer=("5",))
 VOCAB_SIZE = 128
@@ -338,8 +338,10 @@ def test_a_call_that_does_not_parse_and_a_foreign_stop_end_the_trajectory():
 def test_probe_and_remainder_carry_the_span_of_weight_versions():
     engine = engine_of(asks(1), weight_version=7)
     tree = grow(engine, arpo(2, 1))
-    assert {(segment.min_weight_version, segment.max_weight_version) for segment in tree.model_segments()} == {(7, 7)}
-    assert {segment.max_weight_version for segment in tree.segments if segment.kind != "model"} == {-1}
+    assert {segment.weight_versions for segment in tree.model_segments()} == {
+        (VersionRun(7, len(segment.token_ids)),) for segment in tree.model_segments()
+    }
+    assert {segment.weight_versions for segment in tree.segments if segment.kind != "model"} == {()}
 
 
 def test_an_error_in_one_branch_cancels_the_tree_and_is_raised_as_it_is():

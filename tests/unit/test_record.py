@@ -11,6 +11,7 @@ from megatron_arpo.types import (
     Segment,
     ToolCall,
     ToolResult,
+    VersionRun,
 )
 
 AWKWARD = 0.1 + 0.2
@@ -36,8 +37,7 @@ def a_tree(prompt_id="p-1", score=1.1):
                 logprobs=(-AWKWARD, -5e-324),
                 entropies=(2.0, 1.7976931348623157e308),
                 max_entropy_error=1e-3,
-                min_weight_version=2,
-                max_weight_version=3,
+                weight_versions=(VersionRun(2, 1), VersionRun(3, 1)),
                 finish_reason="tool_call",
             ),
             Segment(

@@ -35,10 +35,10 @@ def folder_with_checkpoint(tmp_path: Path, *overrides: str) -> RunFolder:
 
 def test_a_checkpoint_keeps_state_and_layout(tmp_path: Path) -> None:
     with closing(folder_with_checkpoint(tmp_path, "actor.layout.pp=2")) as folder:
-        path, state = folder.starting_point("train", config(tmp_path, "actor.layout.tp=2"), ARCHITECTURE)
-        assert path == tmp_path / "run/checkpoints/step_000003"
-        assert state == RunState(step=3, weight_version=2, cursor=(0, 5), seed=0)
-        assert read_checkpoint(path).layout["pp"] == 2
+        start = folder.starting_point("train", config(tmp_path, "actor.layout.tp=2"), ARCHITECTURE)
+        assert start.checkpoint == tmp_path / "run/checkpoints/step_000003"
+        assert start.state == RunState(step=3, weight_version=2, cursor=(0, 5), seed=0)
+        assert read_checkpoint(start.checkpoint).layout["pp"] == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 
 from megatron_arpo.engine.base import GenerateRequest
 from megatron_arpo.engine.scripted import ScriptedEngine, ScriptedReply
-from megatron_arpo.types import WeightManifest
 
 REPLY = ScriptedReply(
     token_ids=(5, 6, 7, 8),
@@ -13,7 +12,6 @@ REPLY = ScriptedReply(
     entropies=(1.0, 2.0, 3.0, 4.0),
     stop_text="</t>",
 )
-VERSION_2 = WeightManifest(version=2, names=(), dtypes=(), shapes=(), offsets=(), checksums=())
 
 
 def an_engine(seeds=None, **options):
@@ -58,23 +56,36 @@ def test_a_token_takes_its_time_and_greedy_has_no_seed():
     assert slept == [1.5, 0.5, 2.0] and seeds == [3, None]
 
 
-def test_weights_wait_for_requests_in_flight_and_hold_back_new_ones():
+def test_requests_in_flight_stop_for_new_weights_and_go_on():
     async def run():
         engine = an_engine(weight_version=1)
         request = GenerateRequest(request_id="old", token_ids=(1,), max_tokens=10, probe_tokens=2)
         old = engine.generate(request)
         probe = await anext(old)
-        loading = asyncio.create_task(engine.load_weights("unused", VERSION_2))
-        await asyncio.sleep(0)
-        new = asyncio.create_task(completions(engine))
+        await engine.receive_buckets(2, [0])
+        await engine.begin_weights("keep")
+        rest, new = asyncio.create_task(anext(old)), asyncio.create_task(completions(engine))
         await asyncio.sleep(0.005)
-        assert not loading.done() and not new.done()
-        rest = [completion async for completion in old]
-        await loading
-        return [probe, *rest, *await new]
+        assert not rest.done() and not new.done()
+        await engine.load_buckets(2, [0])
+        await engine.commit_weights(2)
+        return [probe, await rest, *await new]
 
     found = asyncio.run(asyncio.wait_for(run(), timeout=4))
-    assert [completion.max_weight_version for completion in found] == [1, 1, 2]
+    assert [run.version for completion in found for run in completion.weight_versions] == [1, 2, 2]
+
+
+def test_a_version_that_was_not_received_is_not_loaded():
+    async def run():
+        engine = an_engine(weight_version=1)
+        await engine.begin_weights("keep")
+        with pytest.raises(ValueError, match=r"buckets \[1\] have not been received"):
+            await engine.load_buckets(2, [1])
+        await engine.abandon_weights()
+        (after,) = await completions(engine)
+        return after
+
+    assert asyncio.run(asyncio.wait_for(run(), timeout=4)).weight_versions[0].version == 1
 
 
 def test_score_is_uniform_without_a_scorer():

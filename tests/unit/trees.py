@@ -7,7 +7,7 @@ import random
 from megatron_arpo.algorithm.advantage import group_advantages, leaf_weights
 from megatron_arpo.batch.schedule import Placement, RowCost, schedule_trees
 from megatron_arpo.batch.tree import WeightedTree
-from megatron_arpo.types import NO_TARGET, LeafReward, PackedRow, Prompt, RolloutTree, Segment
+from megatron_arpo.types import NO_TARGET, LeafReward, PackedRow, Prompt, RolloutTree, Segment, VersionRun
 
 VOCABULARY = 300
 
@@ -23,8 +23,7 @@ def segment(segment_id: int, parent_id: int, kind: str, token_ids: tuple[int, ..
         token_ids=token_ids,
         logprobs=logprobs or (-1.0,) * length,
         entropies=(0.5,) * length,
-        min_weight_version=0,
-        max_weight_version=0,
+        weight_versions=(VersionRun(0, length),),
     )
 
 
