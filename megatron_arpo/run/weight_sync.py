@@ -63,7 +63,7 @@ class WeightSync:
             try:
                 seconds = self._push_once(version)
                 break
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, RuntimeError) as error:
                 call(self._engines, "abandon_weights")
                 if not left:
                     raise

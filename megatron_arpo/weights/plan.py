@@ -32,7 +32,6 @@ Need = Callable[[str, tuple[int, ...]], Region]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
     buckets: tuple[Bucket, ...]
-    num_mailboxes: int
 
     @property
     def model_bytes(self) -> int:
@@ -59,7 +58,7 @@ def make_plan(held: Sequence[Sequence[HeldPiece]], needs: Sequence[Need], bucket
     load = [0] * len(held)
     packed = _packed(groups, holders, bucket_bytes)
     buckets = tuple(_bucket(index, names, holders, needs, load) for index, names in enumerate(packed))
-    return SyncPlan(buckets=buckets, num_mailboxes=len(needs))
+    return SyncPlan(buckets=buckets)
 
 
 @dataclass(slots=True)

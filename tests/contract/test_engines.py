@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_arpo.bench.peers import ThreadPeers
+from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.config.rollout import EngineSettings
+from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.engine.base import Engine, EngineDied, GenerateRequest
 from megatron_arpo.engine.scripted import ScriptedEngine, ScriptedReply
-from megatron_arpo.engine.weight_buffer import buffer_bytes, checksum, lay_out, manifest_of, mapped, tensor_at
-from megatron_arpo.types import Completion, WeightManifest
+from megatron_arpo.run.weight_sync import WeightSync
+from megatron_arpo.types import Completion, VersionRun, join_runs
+from tests.contract.weight_sides import EnginePeers, RowActor
 
 ROOT = Path(__file__).parents[2]
 PROMPT = tuple(range(20, 60))
@@ -36,17 +41,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def new_weights(model: Path, folder: Path, factor: float, version: int) -> tuple[Path, WeightManifest, dict[str, torch.Tensor]]:
+def weights_of(model: Path, factor: float) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    tensors = {name: tensor * factor for name, tensor in load_file(model / "model.safetensors").items()}
-    places = lay_out([(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()])
-    path = folder / f"weights-{version}"
-    path.touch()
-    with mapped(path, buffer_bytes(places)) as buffer:
-        for place in places:
-            tensor_at(buffer, place).copy_(tensors[place.name])
-    return path, manifest_of(places, {name: checksum(tensor) for name, tensor in tensors.items()}, version), tensors
+    return {name: tensor * factor for name, tensor in load_file(model / "model.safetensors").items()}
+
+
+@asynccontextmanager
+async def syncing(engine: Engine, tensors: dict[str, torch.Tensor], **settings: Any) -> AsyncIterator[tuple[WeightSync, list[RowActor]]]:
+    """A sync of two actor ranks with the engine, to be pushed in another thread."""
+    actors = ThreadPeers([RowActor(rank, 2, tensors) for rank in range(2)])
+    weights = WeightSettings(verify="checksum", tries=1, bucket_bytes=2**20, **settings)
+    made = partial(WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"))
+    sync = await asyncio.to_thread(made, num_kv_heads=2, engine_tp=1)
+    try:
+        yield sync, actors.objects
+    finally:
+        sync.close()
+        actors.close()
+
+
+async def push(sync: WeightSync, version: int) -> dict[str, float]:
+    return await asyncio.to_thread(sync.push, version, [])
 
 
 async def generate(engine: Engine, **request) -> list[Completion]:
@@ -54,7 +70,7 @@ async def generate(engine: Engine, **request) -> list[Completion]:
     return [completion async for completion in engine.generate(GenerateRequest(**fields))]
 
 
-async def check_contract(engine: Engine, path: Path, manifest: WeightManifest, stop: str, stop_prompt: tuple[int, ...] = PROMPT) -> None:
+async def check_contract(engine: Engine, tensors: dict[str, torch.Tensor], stop: str, stop_prompt: tuple[int, ...] = PROMPT) -> None:
     (whole,) = await generate(engine)
     assert 0 < len(whole.token_ids) <= 30 and whole.finish_reason in ("stop", "length")
     assert all(logprob <= 0 for logprob in whole.logprobs)
@@ -62,7 +78,7 @@ async def check_contract(engine: Engine, path: Path, manifest: WeightManifest, s
         0 <= entropy <= math.log(engine.vocab_size) + error + 1e-6
         for entropy, error in zip(whole.entropies, whole.entropy_errors, strict=True)
     )
-    assert (whole.min_weight_version, whole.max_weight_version) == (0, 0)
+    assert whole.weight_versions == (VersionRun(engine.weight_version, len(whole.token_ids)),)
 
     probe, rest = await generate(engine, probe_tokens=20)
     assert probe.finish_reason == "probe" and len(probe.token_ids) == 20
@@ -80,21 +96,21 @@ async def check_contract(engine: Engine, path: Path, manifest: WeightManifest, s
     many = await asyncio.gather(*(generate(engine, seed=seed, probe_tokens=20) for seed in range(64)))
     assert all(sum(len(part.token_ids) for part in parts) <= 30 for parts in many)
 
-    await engine.load_weights(str(path), manifest)
+    async with syncing(engine, tensors) as (sync, _):
+        await push(sync, 7)
     (after,) = await generate(engine)
-    assert after.min_weight_version == after.max_weight_version == manifest.version
+    assert engine.weight_version == 7 and after.weight_versions == (VersionRun(7, len(after.token_ids)),)
 
 
-def test_scripted(tmp_path: Path, model: Path) -> None:
+def test_scripted(model: Path) -> None:
     def script(token_ids: tuple[int, ...], seed: int | None) -> ScriptedReply:
         if token_ids == STOPPING_PROMPT:
             return ScriptedReply(token_ids=(1, 2), logprobs=(-1.0,) * 2, entropies=(0.5,) * 2, stop_text="</python>")
         ids = tuple((seed or 0) * 7 + index for index in range(30))
         return ScriptedReply(token_ids=ids, logprobs=(-1.0,) * 30, entropies=(0.5,) * 30)
 
-    path, manifest, _ = new_weights(model, tmp_path, 1.0, version=4)
     engine = ScriptedEngine(script, vocab_size=400, scorer=lambda ids: [-1.0] * (len(ids) - 1))
-    asyncio.run(check_contract(engine, path, manifest, "</python>", STOPPING_PROMPT))
+    asyncio.run(check_contract(engine, weights_of(model, 1.0), "</python>", STOPPING_PROMPT))
 
 
 @asynccontextmanager
@@ -120,11 +136,10 @@ def reference(model: Path, tensors: dict[str, torch.Tensor]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_vllm(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
-    path, manifest, tensors = new_weights(model, tmp_path, 1.3, version=4)
-    _, _, old = new_weights(model, tmp_path, 1.0, version=0)
+    old, new = weights_of(model, 1.0), weights_of(model, 1.3)
 
     async def check() -> None:
         async with vllm(model) as engine:
@@ -134,18 +149,58 @@ def test_vllm(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert scores[-len(probe.token_ids + rest.token_ids) :] == pytest.approx([*probe.logprobs, *rest.logprobs], abs=1e-4)
             assert await engine.score(PROMPT) == pytest.approx(reference(model, old), abs=1e-4)
 
-            wrong = dataclasses.replace(manifest, checksums=tuple(value ^ 1 for value in manifest.checksums))
-            with pytest.raises(ValueError, match="another checksum"):
-                await engine.load_weights(str(path), wrong)
-            assert await engine.score(PROMPT) == pytest.approx(reference(model, old), abs=1e-4), "the old version goes on serving"
-
             from transformers import AutoTokenizer
 
             stop = AutoTokenizer.from_pretrained(model).decode([probe.token_ids[4]])
-            await check_contract(engine, path, manifest, stop)
-            assert await engine.score(PROMPT) == pytest.approx(reference(model, tensors), abs=1e-4), "tied output layer included"
+            await check_contract(engine, new, stop)
+            assert await engine.score(PROMPT) == pytest.approx(reference(model, new), abs=1e-4), "tied output layer included"
+
+            await check_failed_sync(engine, model)
+            await check_update_in_flight(engine, weights_of(model, 1.3), keep_old=True, in_flight="keep")
+            await check_update_in_flight(engine, weights_of(model, 0.7), keep_old=True, in_flight="recompute")
+            await check_update_in_flight(engine, weights_of(model, 1.3), keep_old=False, in_flight="keep")
 
     asyncio.run(check())
+
+
+async def check_failed_sync(engine: Engine, model: Path) -> None:
+    """A fragment that is not as its actor wrote it: with `keep_old` the old version goes on serving, also while the sync fails."""
+    serving = await engine.score(PROMPT)
+    version = engine.weight_version
+    async with syncing(engine, weights_of(model, 0.7)) as (sync, actors):
+        send = actors[1].send_bucket
+        actors[1].send_bucket = lambda *arguments: [value[::-1] for value in send(*arguments)]
+        with pytest.raises(ValueError, match="has another checksum than its actor wrote"):
+            await push(sync, version + 1)
+        assert engine.weight_version == version
+        assert await engine.score(PROMPT) == pytest.approx(serving, abs=1e-5)
+        actors[1].send_bucket = send
+        await push(sync, version + 1)
+    assert await engine.score(PROMPT) == pytest.approx(reference(model, weights_of(model, 0.7)), abs=1e-4)
+
+
+async def check_update_in_flight(engine: Engine, weights: dict[str, torch.Tensor], keep_old: bool, in_flight: str) -> None:
+    """A request lives through an update and goes on; a new one sees nothing of the old weights' keys and values."""
+    version = engine.weight_version
+    prompt = tuple(range(10, 10 + 2 * 128 + 5))  # two whole blocks of the prefix cache
+    await generate(engine, token_ids=prompt, max_tokens=2)
+    (cached,) = await generate(engine, token_ids=prompt, max_tokens=2)
+    assert cached.cached_tokens >= 128
+    async with syncing(engine, weights, keep_old=keep_old, in_flight=in_flight) as (sync, _):
+        running = asyncio.create_task(generate(engine, token_ids=prompt, max_tokens=200, probe_tokens=20))
+        await asyncio.sleep(0.3)
+        assert not running.done()
+        seconds = await push(sync, version + 1)
+        assert 0.0 < seconds["held_seconds"] <= seconds["seconds"]
+    (after,) = await generate(engine, token_ids=prompt, max_tokens=2)
+    assert after.cached_tokens == 0
+    probe, rest = await running
+    runs = join_runs([*probe.weight_versions, *rest.weight_versions])
+    assert [run.version for run in runs] == [version, version + 1]
+    drawn = rest.token_ids[-runs[-1].num_tokens :]
+    scores = (await engine.score([*prompt, *probe.token_ids, *rest.token_ids]))[-len(drawn) :]
+    off = max(abs(ours - theirs) for ours, theirs in zip(rest.logprobs[-len(drawn) :], scores, strict=True))
+    assert off < 1e-3 if in_flight == "recompute" else off > 1e-3, "kept keys and values are those of the old weights"
 
 
 @pytest.mark.slow

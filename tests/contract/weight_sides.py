@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megatron_arpo.engine.base import Engine
 from megatron_arpo.engine.buckets import buckets_of, checksum
 from megatron_arpo.engine.transport.base import CudaIpcRoute, Route
 from megatron_arpo.engine.transport.open import open_outbox
@@ -63,3 +65,25 @@ class RowActor:
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return [[-1.0] * (len(ids) - 1) for ids in sequences] if self._rank == 0 else []
+
+
+class EnginePeers:
+    """Engines that live in a running event loop, as peers of a driver in another thread."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines, self._loop = engines, asyncio.get_running_loop()
+
+    def start(self, method: str, *arguments: Any, each: Sequence[Any] = ()) -> Callable[[], list[Any]]:
+        if method == "weight_version":
+            return lambda: [engine.weight_version for engine in self._engines]
+        own = [(one,) for one in each] or [()] * len(self._engines)
+        calls = [
+            asyncio.run_coroutine_threadsafe(self._call(engine, method, *arguments, *one), self._loop)
+            for engine, one in zip(self._engines, own, strict=True)
+        ]
+        return lambda: [call.result(timeout=60) for call in calls]
+
+    async def _call(self, engine: Engine, method: str, *arguments: Any) -> Any:
+        if method == "score":
+            return [await engine.score(ids) for ids in arguments[0]]
+        return await getattr(engine, method)(*arguments)

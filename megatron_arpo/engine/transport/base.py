@@ -68,7 +68,6 @@ class BroadcastRoute(_Plain):
     """Of the store that actor rank 0 keeps open (`open_store`)."""
     name: str
     """Differs from connection to connection, so that one store serves several."""
-    num_mailboxes: int
     staged: bool
     timeout_s: float
 
