@@ -1,4 +1,4 @@
-"""Peers (run/peers.py) without Ray: objects called together in threads of this process or in processes of their own."""
+"""Peers (weights/peers.py) without Ray: objects called together in threads of this process or in processes of their own."""
 
 from __future__ import annotations
 

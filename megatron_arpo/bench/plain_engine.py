@@ -10,7 +10,7 @@ import torch
 from megatron_arpo.engine.slices import kept_region
 from megatron_arpo.engine.transport.base import Connection
 from megatron_arpo.engine.weight_receiver import WeightReceiver
-from megatron_arpo.run.peers import Peers
+from megatron_arpo.weights.peers import Peers
 
 
 class PlainWorker:

@@ -18,13 +18,13 @@ from megatron_arpo.rollout.base import SamplingSettings
 from megatron_arpo.rollout.metrics import rollout_metrics
 from megatron_arpo.rollout.record import read_step, write_step
 from megatron_arpo.run.evaluate import evaluate
-from megatron_arpo.run.export import export_hf
 from megatron_arpo.run.folder import RunFolder, StartingPoint
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.prompts import Datasets, drop_long
 from megatron_arpo.run.step_batch import batch_metrics, make_batch, row_cost
-from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import Prompt, RolloutTree, RunState
+from megatron_arpo.weights.export import export_hf
+from megatron_arpo.weights.sync import WeightSync
 
 
 def train(config: RunConfig, folder: RunFolder, start: StartingPoint, found: dict[str, PromptSet], architecture: Architecture) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_arpo.config.run import RunConfig
-from megatron_arpo.run.peers import call
+from megatron_arpo.weights.peers import call
 
 _CLOSE_TIMEOUT_S = 6.0
 _WORKER_ENVIRONMENT = {
@@ -27,7 +27,7 @@ _WORKER_ENVIRONMENT = {
 
 
 class RayPeers:
-    """Ray actors that are called together (run/peers.py)."""
+    """Ray actors that are called together (weights/peers.py)."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self.handles = list(handles)

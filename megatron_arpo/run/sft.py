@@ -17,11 +17,11 @@ from megatron_arpo.data.sequence_cache import SequenceBatch, SequenceCache
 from megatron_arpo.data.tokenise import SequenceCounts, TokeniseSettings, tokenise
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.progress import progress, say
-from megatron_arpo.run.export import export_hf
 from megatron_arpo.run.folder import RunFolder, StartingPoint
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.step_batch import row_cost
 from megatron_arpo.types import PackedRow
+from megatron_arpo.weights.export import export_hf
 
 
 def fine_tune(

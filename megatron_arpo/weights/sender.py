@@ -30,7 +30,7 @@ class WeightSender:
     def held(self) -> list[HeldPiece]:
         found = []
         for name in self._where:
-            piece = self._piece(name)
+            piece = self.piece(name)
             dtype = str(piece.blocks.dtype).removeprefix("torch.")
             found.append(HeldPiece(name=name, dtype=dtype, shape=piece.shape, region=piece.region))
         return found
@@ -40,7 +40,7 @@ class WeightSender:
         """Sends what falls to actor rank `rank`; the checksums of those fragments in their order, none where not asked for."""
         found = []
         for fragment in fragments_of(bucket, rank):
-            piece = self._piece(bucket.places[fragment.tensor].name)
+            piece = self.piece(bucket.places[fragment.tensor].name)
             target = outbox.target(bucket, fragment)
             piece.copy_to(target, fragment.region.within(piece.region))
             if with_checksums:
@@ -48,7 +48,8 @@ class WeightSender:
         outbox.send(bucket)
         return found
 
-    def _piece(self, name: str) -> Piece:
+    def piece(self, name: str) -> Piece:
+        """This rank's part of the Hugging Face tensor `name`, as it is now."""
         parameter, part = self._where[name]
         group = parameter.tensor_parallel_group
         return pieces(parameter.name, parameter.value.detach(), self._architecture, group.size(), group.rank())[part]

@@ -30,6 +30,7 @@ from megatron_arpo.families.architecture import read_architecture  # noqa: E402
 from megatron_arpo.types import PackedRow  # noqa: E402
 from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights  # noqa: E402
 from megatron_arpo.weights.safetensors_folder import tensor_reader  # noqa: E402
+from megatron_arpo.weights.sender import WeightSender  # noqa: E402
 from tests.unit.trees import flat_rows, joined, random_tree, tree_rows  # noqa: E402
 
 COST = RowCost(per_token=1.0, per_key=0.01)
@@ -96,6 +97,17 @@ class Actor:
 
     def step(self, mini_batches: list[list[PackedRow]], loss: LossSettings, reference: ReferencePolicy | None = None) -> list[dict]:
         return policy_step(self.updater, reference, [self.mine(rows) for rows in mini_batches], loss, temperature=0.9)
+
+
+def held_pieces(actor: Actor) -> tuple[bool, list[tuple]]:
+    """Whether the pieces that a weight sync sends are those of the Hugging Face tensors, and which they are."""
+    sender = WeightSender(actor.models, actor.architecture)
+    equal = True
+    for held in sender.held():
+        target = torch.empty(held.region.extent)
+        sender.piece(held.name).copy_to(target, held.region.within(held.region))
+        equal &= torch.equal(target, held.region.of(actor.read(held.name)))
+    return equal, [(held.name, held.dtype, held.shape, held.region.start, held.region.extent) for held in sender.held()]
 
 
 def scores(actor: Actor) -> list[float]:
@@ -200,7 +212,15 @@ def checkpoints(actor: Actor, job: dict, rank: int) -> dict:
 
 
 def check(job: dict, rank: int) -> tuple[dict, dict[str, dict]]:
-    found: dict = {"reports": layout.reports_results(), "scores": {}, "export_equal": {}, "exported": {}, "parity": {}}
+    found: dict = {
+        "reports": layout.reports_results(),
+        "scores": {},
+        "export_equal": {},
+        "exported": {},
+        "parity": {},
+        "pieces": {},
+        "pieces_equal": {},
+    }
     tensors: dict[str, dict] = {}
     options = {"layout": job["layout"], "recompute": job["recompute"], "logits_chunk_tokens": 7}
     for family in job["families"]:
@@ -209,6 +229,7 @@ def check(job: dict, rank: int) -> tuple[dict, dict[str, dict]]:
         exported = actor.weights()
         found["export_equal"][family] = all(torch.equal(tensor, actor.read(name)) for name, tensor in exported.items())
         found["exported"][family] = sorted(exported)
+        found["pieces_equal"][family], found["pieces"][family] = held_pieces(actor)
         found["parity"][family], tensors[family] = parity(actor)
         if family in job["tree_families"]:
             gentle = Actor(Path(job["models"][family]), ActorSettings(**options, optimizer=GENTLE_SGD))

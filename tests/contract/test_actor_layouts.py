@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_arpo.types import Region
+from megatron_arpo.weights.plan import HeldPiece, make_plan
 from tests.contract.actor_ranks import LOSSES
 from tests.contract.layouts import CHECKPOINT_FROM, LAYOUTS, TREES_IN, LayoutRuns, families_of, parity, reference_scores
 
@@ -41,6 +43,23 @@ def test_export_gives_back_the_same_bytes(runs: LayoutRuns, name: str, family: s
     assert all(rank["export_equal"][family] for rank in ranks)
     names = [tensor for rank in ranks for tensor in rank["exported"][family]]
     assert sorted(names) == runs.ranks("1")[0]["exported"][family]
+
+
+@pytest.mark.parametrize(("name", "family"), EVERY)
+def test_ranks_hold_what_a_sync_sends(runs: LayoutRuns, name: str, family: str) -> None:
+    """The pieces of every rank are those of the Hugging Face tensors, and together the whole model, each byte planned once."""
+    ranks = runs.ranks(name)
+    assert all(rank["pieces_equal"][family] for rank in ranks)
+    held = [
+        [
+            HeldPiece(name=tensor, dtype=dtype, shape=tuple(shape), region=Region(tuple(start), tuple(extent)))
+            for tensor, dtype, shape, start, extent in rank["pieces"][family]
+        ]
+        for rank in ranks
+    ]
+    plan = make_plan(held, [lambda _name, shape: Region.whole(shape)], 2**16)
+    assert sorted(place.name for place in plan.tensors()) == runs.ranks("1")[0]["exported"][family]
+    assert plan.moved_bytes == plan.model_bytes
 
 
 @pytest.mark.parametrize(("name", "family"), SPLIT)

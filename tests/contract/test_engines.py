@@ -21,8 +21,8 @@ from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.engine.base import Engine, EngineDied, GenerateRequest
 from megatron_arpo.engine.scripted import ScriptedEngine, ScriptedReply
-from megatron_arpo.run.weight_sync import WeightSync
 from megatron_arpo.types import Completion, VersionRun, join_runs
+from megatron_arpo.weights.sync import WeightSync
 from tests.contract.weight_sides import EnginePeers, RowActor
 
 ROOT = Path(__file__).parents[2]

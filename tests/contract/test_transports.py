@@ -18,8 +18,8 @@ from megatron_arpo.bench.plain_engine import PlainEngines, PlainWorker
 from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.engine.slices import kept_region
-from megatron_arpo.run.peers import call
-from megatron_arpo.run.weight_sync import WeightSync
+from megatron_arpo.weights.peers import call
+from megatron_arpo.weights.sync import WeightSync
 from tests.contract.weight_sides import RowActor
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from megatron_arpo.bench.peers import ThreadPeers
 from megatron_arpo.bench.plain_engine import PlainEngines, PlainWorker
 from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.config.weights import WeightSettings
-from megatron_arpo.run.weight_sync import WeightMismatch, WeightSync
+from megatron_arpo.weights.sync import WeightMismatch, WeightSync
 from tests.contract.weight_sides import RowActor
 
 TENSORS = {

@@ -1,6 +1,6 @@
 """How the bytes of a bucket come from actor ranks to the workers of an engine. Each transport is one file with both of its ends.
 
-The driver (run/weight_sync.py) names a bucket to both ends; a transport moves it and knows nothing of models or versions served.
+The driver (weights/sync.py) names a bucket to both ends; a transport moves it and knows nothing of models or versions served.
 """
 
 from __future__ import annotations

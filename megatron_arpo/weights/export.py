@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron_arpo.engine.buckets import plain
 from megatron_arpo.engine.transport.base import FilesRoute
 from megatron_arpo.engine.transport.files import create_files, weight_map
-from megatron_arpo.run.peers import Peers, call
 from megatron_arpo.types import Region
 from megatron_arpo.weights.hf_folder import copy_hf_files
+from megatron_arpo.weights.peers import Peers, call
 from megatron_arpo.weights.plan import make_plan
 
 _OUTBOX = "export"

@@ -20,8 +20,8 @@ from megatron_arpo.engine.slices import kept_region
 from megatron_arpo.engine.transport.base import BroadcastRoute, Connection, CudaIpcRoute, FilesRoute, Route
 from megatron_arpo.engine.transport.files import create_files
 from megatron_arpo.observe.progress import say
-from megatron_arpo.run.peers import Peers, call
 from megatron_arpo.types import WeightManifest
+from megatron_arpo.weights.peers import Peers, call
 from megatron_arpo.weights.plan import Need, SyncPlan, hull_of, make_plan, merge_checksums
 
 _SHARED_MEMORY = Path("/dev/shm")
