@@ -79,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_BENCHES = {"actor-tree": "megatron_arpo.bench.actor_tree", "data": "megatron_arpo.bench.data"}
+_BENCHES = {
+    "actor-tree": "megatron_arpo.bench.actor_tree",
+    "data": "megatron_arpo.bench.data",
+    "sync": "megatron_arpo.bench.sync",
+}
 """Name -> module with `measure(quick: bool) -> BenchReport`."""
 
 

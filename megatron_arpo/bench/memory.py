@@ -30,3 +30,17 @@ def _resident(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+class WatchesMemory:
+    """Mixed into what runs in a process of its own: how much its resident set grows at most."""
+
+    def start_watch(self) -> None:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._resident_before = _resident("VmRSS")
+
+    def largest_growth(self) -> int:
+        """Bytes since `start_watch`, shared memory that it maps included."""
+        return _resident("VmHWM") - self._resident_before

@@ -29,11 +29,11 @@ class ThreadPeers:
 
 
 class ProcessPeers:
-    """`make[i]()` runs in process i, forked from a server that has imported torch. `with ProcessPeers(...) as peers` ends them."""
+    """`make[i]()` runs in process i, forked from a server that has imported `preload`. `with ProcessPeers(...) as peers` ends them."""
 
-    def __init__(self, make: Sequence[Callable[[], Any]]) -> None:
+    def __init__(self, make: Sequence[Callable[[], Any]], preload: Sequence[str] = ("megatron_arpo.engine.weight_receiver",)) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megatron_arpo.engine.weight_receiver"])
+        context.set_forkserver_preload(list(preload))
         self._ends = [context.Pipe() for _ in make]
         self.processes = [
             context.Process(target=_serve, args=(one, theirs), daemon=True) for one, (_, theirs) in zip(make, self._ends, strict=True)

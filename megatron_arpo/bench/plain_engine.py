@@ -60,6 +60,13 @@ class PlainWorker:
     def abandon_weights(self) -> None:
         """Nothing is held."""
 
+    def kept_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def disconnect(self) -> None:
+        self._receiver.close()
+        self._receiver = None
+
     def kept(self) -> dict[str, torch.Tensor]:
         return self.tensors
 

@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -30,18 +29,14 @@ from megatron_arpo.batch.padding import FILLER
 from megatron_arpo.config.actor import ActorSettings
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.config.model import ModelSettings
-from megatron_arpo.engine.buckets import Bucket, buckets_of
-from megatron_arpo.engine.transport.base import CudaIpcRoute, Outbox, Route
-from megatron_arpo.engine.transport.open import open_outbox
 from megatron_arpo.families.architecture import read_architecture
 from megatron_arpo.types import PackedRow
 from megatron_arpo.weights.megatron import load_hf_weights
-from megatron_arpo.weights.plan import HeldPiece
 from megatron_arpo.weights.safetensors_folder import tensor_reader
-from megatron_arpo.weights.sender import WeightSender
+from megatron_arpo.weights.sender import SendsWeights, WeightSender
 
 
-class ActorWorker:
+class ActorWorker(SendsWeights):
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         warnings.filterwarnings("ignore", module="megatron")
@@ -80,8 +75,7 @@ class ActorWorker:
         )
         self._updater = Updater(chunks, config, logits, actor.optimizer, num_updates)
         self._reference = ReferencePolicy(self._updater.chunks) if with_reference else None
-        self._sender = WeightSender(unwrap_all(self._updater.chunks), self._architecture)
-        self._outboxes: dict[str, tuple[Outbox, tuple[Bucket, ...]]] = {}
+        self.offer_weights(WeightSender(unwrap_all(self._updater.chunks), self._architecture), self._rank, current_device())
         return os.getpid()
 
     def policy_step(self, mini_batches: Sequence[Sequence[Sequence[PackedRow]]], loss: LossSettings, temperature: float) -> list[Sums]:
@@ -114,29 +108,9 @@ class ActorWorker:
         lengths = [len(ids) - 1 for ids in sequences]
         return [scores.tolist() for scores in torch.cat(whole).split(lengths)]
 
-    def held_weights(self) -> list[HeldPiece]:
-        return self._sender.held()
-
     def sync_store(self) -> tuple[str, int] | None:
         """Where rank 0 keeps its store open, for other process groups to meet; None on the others."""
         return None if self._rank else (self.host(), self._store.port)
-
-    def open_outbox(self, name: str, route: Route, buckets: list[dict[str, Any]]) -> str | None:
-        """A way out for weights, in place of the one of that name. Returns what engines open a CUDA IPC route with."""
-        self.close_outbox(name)
-        made = buckets_of(buckets)
-        outbox = open_outbox(route, made, self._rank, current_device())
-        self._outboxes[name] = (outbox, made)
-        return outbox.handle if isinstance(route, CudaIpcRoute) else None
-
-    def send_bucket(self, name: str, index: int, with_checksums: bool) -> list[str]:
-        """Checksums of the fragments that this rank sends."""
-        outbox, buckets = self._outboxes[name]
-        return self._sender.send(outbox, buckets[index], self._rank, with_checksums)
-
-    def close_outbox(self, name: str) -> None:
-        if name in self._outboxes:
-            self._outboxes.pop(name)[0].close()
 
     def save(self, folder: Path) -> None:
         checkpoint.save(self._updater, folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_arpo.engine.buckets import Bucket, checksum
-from megatron_arpo.engine.transport.base import Outbox
+from megatron_arpo.engine.buckets import Bucket, buckets_of, checksum
+from megatron_arpo.engine.transport.base import CudaIpcRoute, Outbox, Route
+from megatron_arpo.engine.transport.open import open_outbox
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.pieces import Piece, pieces
 from megatron_arpo.weights.megatron import NamedParameter, named_parameters
@@ -53,3 +55,37 @@ class WeightSender:
         parameter, part = self._where[name]
         group = parameter.tensor_parallel_group
         return pieces(parameter.name, parameter.value.detach(), self._architecture, group.size(), group.rank())[part]
+
+
+class SendsWeights:
+    """What weights/sync.py calls on an actor rank, by name; mixed into the class of the rank."""
+
+    def offer_weights(self, sender: WeightSender, rank: int, device: torch.device) -> None:
+        """Once, before any of the others."""
+        self.__sender, self.__rank, self.__device = sender, rank, device
+        self.__outboxes: dict[str, tuple[Outbox, tuple[Bucket, ...]]] = {}
+
+    def held_weights(self) -> list[HeldPiece]:
+        return self.__sender.held()
+
+    def open_outbox(self, name: str, route: Route, buckets: list[dict[str, Any]]) -> str | None:
+        """A way out for weights, in place of the one of that name. Returns what engines open a CUDA IPC route with."""
+        self.close_outbox(name)
+        made = buckets_of(buckets)
+        outbox = open_outbox(route, made, self.__rank, self.__device)
+        self.__outboxes[name] = (outbox, made)
+        return outbox.handle if isinstance(route, CudaIpcRoute) else None
+
+    def send_bucket(self, name: str, index: int, with_checksums: bool) -> list[str]:
+        """Checksums of the fragments that this rank sends."""
+        outbox, buckets = self.__outboxes[name]
+        return self.__sender.send(outbox, buckets[index], self.__rank, with_checksums)
+
+    def disconnect(self) -> None:
+        """Closes every outbox."""
+        for name in list(self.__outboxes):
+            self.close_outbox(name)
+
+    def close_outbox(self, name: str) -> None:
+        if name in self.__outboxes:
+            self.__outboxes.pop(name)[0].close()

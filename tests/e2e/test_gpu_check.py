@@ -17,7 +17,7 @@ CHECKS = (
     "tree attention, float32", "tree attention, bfloat16", "optimizer offload", "local layers in float32", "tree batch over flat batch",
     "bf16 matrix products", "bf16 update of a 7B model's layers", "target log-probs", "target gradient", "target log-probs, peak memory",
     "local layers over themselves", "local over Transformer Engine", "FP8 blockwise over bf16", "reasoning: time_tree_over_flat",
-    "reasoning: memory_tree_over_flat",
+    "reasoning: memory_tree_over_flat", "weights through CUDA IPC",
 )  # fmt: skip
 
 
