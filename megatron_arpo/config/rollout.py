@@ -44,4 +44,7 @@ class EngineSettings(Settings):
     """Log-probs returned a token; entropy is estimated from them and its error bound recorded. At or above the
     vocabulary's size the entropy is exact."""
 
+    sleep: bool = False
+    """The engine gives its memory up while the actor is updated, for both on the same GPUs. vLLM's CPU build only stops and goes on."""
+
     seed: int = 0

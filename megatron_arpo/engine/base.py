@@ -87,4 +87,13 @@ class Engine(Protocol):
         until an update succeeds."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives up the memory of weights and KV cache, for actors on the same GPUs; requests in flight are ended. Generation is held
+        until the engine has been woken and given weights."""
+        ...
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Takes memory back: first the weights', to be filled by an update; behind that the KV cache's, and generation goes on."""
+        ...
+
     async def close(self) -> None: ...

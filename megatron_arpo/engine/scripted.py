@@ -54,7 +54,7 @@ class ScriptedEngine:
         self._token_latency_s = token_latency_s
         self._scorer = scorer
         self._sleep = sleep
-        self._loading = False
+        self._loading = self._is_asleep = False
         self._received: set[tuple[int, int]] = set()
         self._changed = asyncio.Condition()
         self.weight_version = weight_version
@@ -119,15 +119,24 @@ class ScriptedEngine:
             raise ValueError(f"weights version {version}: buckets {missing} have not been received")
 
     async def commit_weights(self, version: int) -> None:
-        async with self._changed:
-            self.weight_version = version
-            self._received.clear()
-            self._loading = False
-            self._changed.notify_all()
+        self.weight_version = version
+        self._received.clear()
+        await self._go_on()
 
     async def abandon_weights(self) -> None:
+        await self._go_on()
+
+    async def sleep(self) -> None:
+        self._loading = self._is_asleep = True
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if part == "kv_cache":
+            self._is_asleep = False
+            await self._go_on()
+
+    async def _go_on(self) -> None:
         async with self._changed:
-            self._loading = False
+            self._loading = self._is_asleep
             self._changed.notify_all()
 
     async def close(self) -> None:

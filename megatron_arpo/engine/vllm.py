@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_arpo.algorithm.entropy import entropy_from_logprobs
 from megatron_arpo.config.rollout import EngineSettings
@@ -30,6 +30,7 @@ class VllmEngine:
         self._num_requests = 0
         self._is_updating = False
         self._is_torn = False
+        self._is_asleep = False
         self._recompute = False
 
     @classmethod
@@ -63,6 +64,7 @@ class VllmEngine:
             enable_prefix_caching=True,
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
             generation_config="vllm",
+            enable_sleep_mode=settings.sleep,
             disable_log_stats=True,
             **for_platform,
         )
@@ -148,13 +150,23 @@ class VllmEngine:
         await self._llm.reset_prefix_cache(reset_running_requests=self._recompute)
         self._version = version
         self._is_torn = False
-        await self._llm.resume_generation()
+        if not self._is_asleep:
+            await self._llm.resume_generation()
 
     async def abandon_weights(self) -> None:
         if self._is_updating:
             await self._finish(None)
         if not self._is_torn:
             await self._llm.resume_generation()
+
+    async def sleep(self) -> None:
+        self._is_torn = self._is_asleep = True  # its weights are gone until an update brings new ones
+        await self._llm.sleep(level=2, mode="abort")
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        if part == "kv_cache":
+            self._is_asleep = False
+        await self._llm.wake_up(tags=[part])
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)

@@ -88,6 +88,9 @@ class _Training:
         with self._timed("batch"):
             batch = make_batch(trees, config, self._cost)
         with self._timed("update"):
+            asleep = config.engine.sleep and config.run.replay is None and bool(batch.updates)
+            if asleep:
+                self._cluster.on_engine("sleep")
             updates = self._update([update.rows for update in batch.updates])
         metrics |= _update_metrics(updates)
         metrics |= batch_metrics(batch)
@@ -99,7 +102,7 @@ class _Training:
         )
         if config.run.replay is None and updates:
             with self._timed("sync"):
-                sync = self._push_weights(trees)
+                sync = self._push_weights(trees, asleep)
                 self._folder.metrics.write("sync", step, sync)
             metrics |= {f"sync/{name}": value for name, value in sync.items()}
         last = step == config.run.num_steps
@@ -143,11 +146,11 @@ class _Training:
         per_rank = self._cluster.on_actors("policy_step", rows, config.algorithm.loss, config.rollout.sampling.temperature)
         return [add_up(of_update) for of_update in zip(*per_rank, strict=True)]
 
-    def _push_weights(self, trees: Sequence[RolloutTree]) -> dict[str, float]:
+    def _push_weights(self, trees: Sequence[RolloutTree], asleep: bool = False) -> dict[str, float]:
         sequences = [
             [*tree.segments[0].token_ids, *tree.response_token_ids(tree.leaf_ids[0])] for tree in trees
         ] or self._prompt_sequences()
-        return self._sync.push(self._state.weight_version, sequences)
+        return self._sync.push(self._state.weight_version, sequences, asleep=asleep)
 
     def _prompt_sequences(self) -> list[list[int]]:
         """Before the first rollout there are no trajectories to compare on: prompts serve."""

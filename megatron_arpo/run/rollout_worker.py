@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from megatron_arpo.agent_tools.build import build_tools
 from megatron_arpo.agent_tools.parse import format_result, parse_tool_call
@@ -110,6 +111,12 @@ class RolloutWorker:
 
     async def abandon_weights(self) -> None:
         await self._engine.abandon_weights()
+
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        await self._engine.wake(part)
 
     async def close(self) -> None:
         await asyncio.gather(self._engine.close(), self._tools.close(), return_exceptions=False)

@@ -54,11 +54,14 @@ class WeightSync:
         self._connect()
         self.manifest: WeightManifest | None = None
 
-    def push(self, version: int, verify_sequences: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Makes the engines serve `version`. Returns seconds (`transport`, `load`, and `held`: no token was generated), bytes and,
-        with `weights.verify: logprob`, the differences of log-probs over `verify_sequences`. Raises WeightMismatch past the bound.
+    def push(self, version: int, verify_sequences: Sequence[Sequence[int]], *, asleep: bool = False) -> dict[str, float]:
+        """Makes the engines serve `version`, and wakes them where they are `asleep`. Returns seconds (`transport`, `load`, and
+        `held`: no token was generated), bytes and, with `weights.verify: logprob`, the differences of log-probs over
+        `verify_sequences`. Raises WeightMismatch past the bound.
         A sync that fails is tried `weights.tries` times; the old version goes on serving, see `weights.keep_old`."""
         started = time.perf_counter()
+        if asleep:
+            call(self._engines, "wake", "weights")
         for left in reversed(range(self._weights.tries)):
             try:
                 seconds = self._push_once(version)
@@ -70,6 +73,8 @@ class WeightSync:
                 say(f"sync of weights version {version} failed ({error}); trying again")
                 if self._weights.transport == "broadcast":
                     self._connect()  # a group that one side has left can't be used again
+        if asleep:
+            call(self._engines, "wake", "kv_cache")
         values = {"seconds": time.perf_counter() - started, "bytes": float(self.plan.moved_bytes), "version": float(version), **seconds}
         if self._weights.verify == "logprob":
             values.update(self._verify(version, verify_sequences))
