@@ -118,13 +118,18 @@ def _check_inputs(config: RunConfig) -> Architecture:
 def _check_machine(config: RunConfig) -> None:
     """What this machine can't run; where the run joins a cluster, its workers look at theirs."""
     actor = config.actor
-    if os.environ.get("RAY_ADDRESS") or not (
-        actor.fp8 or actor.recompute or actor.transformer == "transformer_engine" or actor.optimizer.cpu_offload_fraction
-    ):
+    if os.environ.get("RAY_ADDRESS"):
         return
-    from megatron_arpo.actor.kernels import check_kernels
+    if actor.fp8 or actor.recompute or actor.transformer == "transformer_engine" or actor.optimizer.cpu_offload_fraction:
+        from megatron_arpo.actor.kernels import check_kernels
 
-    check_kernels(actor)
+        check_kernels(actor)
+    if config.engine.fp8 or config.weights.transport == "cuda_ipc":
+        from megatron_arpo.actor.device import on_cuda
+
+        if not on_cuda():
+            what = "engine.fp8=true" if config.engine.fp8 else "weights.transport=cuda_ipc"
+            raise ValueError(f"{what}: there is no CUDA device; use {'false' if config.engine.fp8 else 'shared_memory'}")
 
 
 def _sft(options: argparse.Namespace) -> None:

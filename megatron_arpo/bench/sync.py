@@ -24,6 +24,7 @@ from megatron_arpo.bench.plain_engine import PlainEngines, PlainWorker
 from megatron_arpo.bench.report import MIN_PAIRS, BenchReport, Ratio, counted_ratio, paired_ratio, seconds_of
 from megatron_arpo.config.actor import ActorSettings, LayoutSettings
 from megatron_arpo.config.model import ModelSettings
+from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.weights.peers import call
@@ -177,7 +178,9 @@ def open_sides(case: Case, architecture: Architecture) -> Sides:
 def open_sync(sides: Sides, case: Case, settings: dict[str, Any], bucket_bytes: int) -> WeightSync:
     weights = WeightSettings(verify="checksum", bucket_bytes=bucket_bytes, tries=1, **settings)
     engines = PlainEngines(sides.workers, case.num_engines, case.tp)
-    return WeightSync(sides.actors, engines, weights, ModelSettings(path=Path("made-up")), num_kv_heads=4, engine_tp=case.tp)
+    return WeightSync(
+        sides.actors, engines, weights, ModelSettings(path=Path("made-up")), num_kv_heads=4, engine=EngineSettings(tp=case.tp)
+    )
 
 
 def _syncs(

@@ -44,6 +44,10 @@ class EngineSettings(Settings):
     """Log-probs returned a token; entropy is estimated from them and its error bound recorded. At or above the
     vocabulary's size the entropy is exact."""
 
+    fp8: bool = False
+    """Linear weights come to the engine in FP8, in blocks of 128 x 128 with a factor each, made from the actor's bf16: half the bytes to
+    move and to hold. vLLM on CUDA alone."""
+
     sleep: bool = False
     """The engine gives its memory up while the actor is updated, for both on the same GPUs. vLLM's CPU build only stops and goes on."""
 

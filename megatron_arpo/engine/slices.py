@@ -20,7 +20,7 @@ _RELOADED_TOGETHER = (
     (re.compile(r"(.*)\.mlp\.experts\..*"), r"\1.mlp.experts"),
     (re.compile(r"(.*)\.(q_proj|k_proj|v_proj)\..*"), r"\1.qkv_proj"),
     (re.compile(r"(.*)\.(gate_proj|up_proj)\..*"), r"\1.gate_up_proj"),
-    (re.compile(r"(.*)\.(weight|bias)"), r"\1"),
+    (re.compile(r"(.*)\.(weight|bias|weight_scale_inv)"), r"\1"),
 )
 
 

@@ -17,6 +17,8 @@ from megatron_arpo.types import Completion, VersionRun, join_runs
 
 _GIB = 2**30
 _CPU_BATCHED_TOKENS = 8192
+_FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""Of weights/fp8.py, as published FP8 checkpoints describe themselves."""
 
 
 class VllmEngine:
@@ -44,7 +46,11 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         for_platform: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
+        if settings.fp8:
+            for_platform |= {"hf_overrides": {"quantization_config": _FP8_BLOCKS}, "load_format": "dummy"}  # the first sync brings weights
         if current_platform.is_cpu():
+            if settings.fp8:
+                raise ValueError("engine.fp8=true needs CUDA; vLLM's CPU build has no FP8 layers")
             os.environ[SHARE_CORES] = "1"
             for_platform = {
                 "kv_cache_memory_bytes": int(settings.kv_cache_gib * _GIB),

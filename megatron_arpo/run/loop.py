@@ -185,9 +185,7 @@ def weight_sync(cluster: Cluster, config: RunConfig, architecture: Architecture)
     weights = config.weights
     if weights.transport == "checkpoint" and weights.folder is None:
         weights = weights.model_copy(update={"folder": config.run.dir / "weights"})
-    return WeightSync(
-        cluster.actors, cluster.engines, weights, config.model, num_kv_heads=architecture.num_kv_heads, engine_tp=config.engine.tp
-    )
+    return WeightSync(cluster.actors, cluster.engines, weights, config.model, num_kv_heads=architecture.num_kv_heads, engine=config.engine)
 
 
 def branching_of(config: RunConfig) -> ArpoBranching | NoBranching:

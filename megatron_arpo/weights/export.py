@@ -22,7 +22,7 @@ _SHARD_BYTES = 4 * 2**30
 def export_hf(actors: Peers, model_path: Path, target: Path) -> None:
     """Config and tokenizer come from `model_path`. Written aside and renamed, replacing `target`. Raises ValueError where there is
     no room."""
-    plan = make_plan(call(actors, "held_weights"), [lambda _name, shape: Region.whole(shape)], _SHARD_BYTES)
+    plan = make_plan(call(actors, "held_weights", False), [lambda _name, shape: Region.whole(shape)], _SHARD_BYTES)
     aside = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     route = FilesRoute(folder=aside, staged=True)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_arpo.engine.buckets import Bucket, buckets_of, checksum
+from megatron_arpo.engine.buckets import Bucket, TensorPlace, buckets_of, checksum
 from megatron_arpo.engine.transport.base import CudaIpcRoute, Outbox, Route
 from megatron_arpo.engine.transport.open import open_outbox
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.pieces import Piece, pieces
+from megatron_arpo.weights.fp8 import SCALE_SUFFIX, is_quantized, quantized_pieces, scale_region
 from megatron_arpo.weights.megatron import NamedParameter, named_parameters
 from megatron_arpo.weights.plan import HeldPiece, fragments_of
 
@@ -29,26 +30,41 @@ class WeightSender:
             for part, name in enumerate(parameter.hf_names):
                 self._where[name] = (parameter, part)
 
-    def held(self) -> list[HeldPiece]:
+    def held(self, fp8: bool) -> list[HeldPiece]:
+        """With `fp8`, linear weights are FP8 blocks with their factors (weights/fp8.py)."""
         found = []
         for name in self._where:
             piece = self.piece(name)
             dtype = str(piece.blocks.dtype).removeprefix("torch.")
+            if fp8 and is_quantized(name):
+                dtype = "float8_e4m3fn"
+                shape, region = scale_region(name, piece.shape, piece.region)
+                found.append(HeldPiece(name=name + SCALE_SUFFIX, dtype="float32", shape=shape, region=region))
             found.append(HeldPiece(name=name, dtype=dtype, shape=piece.shape, region=piece.region))
         return found
 
     @torch.no_grad()
     def send(self, outbox: Outbox, bucket: Bucket, rank: int, with_checksums: bool) -> list[str]:
         """Sends what falls to actor rank `rank`; the checksums of those fragments in their order, none where not asked for."""
-        found = []
+        found, quantized = [], {}
         for fragment in fragments_of(bucket, rank):
-            piece = self.piece(bucket.places[fragment.tensor].name)
+            place = bucket.places[fragment.tensor]
+            piece = self._quantized(place, quantized) or self.piece(place.name)
             target = outbox.target(bucket, fragment)
             piece.copy_to(target, fragment.region.within(piece.region))
             if with_checksums:
                 found.append(checksum(target))
         outbox.send(bucket)
         return found
+
+    def _quantized(self, place: TensorPlace, made: dict[str, tuple[Piece, Piece]]) -> Piece | None:
+        """The FP8 weight or the factors that `place` asks for; `made` keeps both for the other of the two."""
+        if place.dtype != "float8_e4m3fn" and not place.name.endswith(SCALE_SUFFIX):
+            return None
+        name = place.name.removesuffix(SCALE_SUFFIX)
+        if name not in made:
+            made[name] = quantized_pieces(name, self.piece(name))
+        return made[name][place.name != name]
 
     def piece(self, name: str) -> Piece:
         """This rank's part of the Hugging Face tensor `name`, as it is now."""
@@ -65,8 +81,8 @@ class SendsWeights:
         self.__sender, self.__rank, self.__device = sender, rank, device
         self.__outboxes: dict[str, tuple[Outbox, tuple[Bucket, ...]]] = {}
 
-    def held_weights(self) -> list[HeldPiece]:
-        return self.__sender.held()
+    def held_weights(self, fp8: bool) -> list[HeldPiece]:
+        return self.__sender.held(fp8)
 
     def open_outbox(self, name: str, route: Route, buckets: list[dict[str, Any]]) -> str | None:
         """A way out for weights, in place of the one of that name. Returns what engines open a CUDA IPC route with."""

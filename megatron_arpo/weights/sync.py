@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_arpo.config.model import ModelSettings
+from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.engine.buckets import plain
 from megatron_arpo.engine.slices import kept_region
@@ -36,17 +37,17 @@ class WeightMismatch(RuntimeError):
 
 
 class WeightSync:
-    """Brings the engines to the actor's weights. `num_kv_heads` and `engine_tp` say how an engine cuts the model.
+    """Brings the engines to the actor's weights. `num_kv_heads` and `engine` say how an engine cuts the model.
 
     Plan, buffers and process groups are made once. `close` removes what lies in shared memory.
     """
 
     def __init__(
-        self, actors: Peers, engines: Peers, weights: WeightSettings, model: ModelSettings, *, num_kv_heads: int, engine_tp: int
+        self, actors: Peers, engines: Peers, weights: WeightSettings, model: ModelSettings, *, num_kv_heads: int, engine: EngineSettings
     ) -> None:
         self._actors, self._engines = actors, engines
         self._weights, self._model = weights, model
-        self._num_kv_heads, self._tp = num_kv_heads, engine_tp
+        self._num_kv_heads, self._tp, self._fp8 = num_kv_heads, engine.tp, engine.fp8
         self._folder: Path | None = None
         _sweep()
         num_engines = len(call(engines, "weight_version"))
@@ -86,7 +87,7 @@ class WeightSync:
 
     def _make_plan(self, num_engines: int) -> tuple[SyncPlan, list[tuple[int, ...]]]:
         """The plan, and for each engine the mailboxes of its workers."""
-        held = call(self._actors, "held_weights")
+        held = call(self._actors, "held_weights", self._fp8)
         ranks = [partial(kept_region, num_kv_heads=self._num_kv_heads, tp=self._tp, rank=rank) for rank in range(self._tp)]
         needs: list[Need]
         if self._shares_files:

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 warnings.filterwarnings("ignore")
 
@@ -26,9 +28,12 @@ from megatron_arpo.batch.padding import FILLER  # noqa: E402
 from megatron_arpo.batch.schedule import RowCost, assign_rows  # noqa: E402
 from megatron_arpo.config.actor import ActorSettings, OptimizerSettings  # noqa: E402
 from megatron_arpo.config.algorithm import LossSettings  # noqa: E402
+from megatron_arpo.engine.buckets import Bucket, Fragment, tensor_at  # noqa: E402
 from megatron_arpo.families.architecture import read_architecture  # noqa: E402
-from megatron_arpo.types import PackedRow  # noqa: E402
+from megatron_arpo.types import PackedRow, Region  # noqa: E402
+from megatron_arpo.weights.fp8 import SCALE_SUFFIX, dequantize  # noqa: E402
 from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights  # noqa: E402
+from megatron_arpo.weights.plan import make_plan  # noqa: E402
 from megatron_arpo.weights.safetensors_folder import tensor_reader  # noqa: E402
 from megatron_arpo.weights.sender import WeightSender  # noqa: E402
 from tests.unit.trees import flat_rows, joined, random_tree, tree_rows  # noqa: E402
@@ -103,11 +108,35 @@ def held_pieces(actor: Actor) -> tuple[bool, list[tuple]]:
     """Whether the pieces that a weight sync sends are those of the Hugging Face tensors, and which they are."""
     sender = WeightSender(actor.models, actor.architecture)
     equal = True
-    for held in sender.held():
+    for held in sender.held(fp8=False):
         target = torch.empty(held.region.extent)
         sender.piece(held.name).copy_to(target, held.region.within(held.region))
         equal &= torch.equal(target, held.region.of(actor.read(held.name)))
-    return equal, [(held.name, held.dtype, held.shape, held.region.start, held.region.extent) for held in sender.held()]
+    return equal, [(held.name, held.dtype, held.shape, held.region.start, held.region.extent) for held in sender.held(fp8=False)]
+
+
+def fp8_error(actor: Actor) -> float:
+    """What a sync in FP8 brings: largest difference of a tensor, relative to its largest value."""
+    sender = WeightSender(actor.models, actor.architecture)
+    plan = make_plan([sender.held(fp8=True)], [lambda _name, shape: Region.whole(shape)], 2**16)
+    found: dict[str, torch.Tensor] = {}
+    for bucket in plan.buckets:
+        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+        outbox = SimpleNamespace(target=partial(_view_of, buffer), send=lambda _bucket: None)
+        assert len(sender.send(outbox, bucket, 0, with_checksums=True)) == len(bucket.fragments)
+        found |= {place.name: tensor_at(buffer, place) for place in bucket.places}
+    assert any(tensor.dtype == torch.float8_e4m3fn for tensor in found.values())
+    worst = 0.0
+    for name, tensor in found.items():
+        if not name.endswith(SCALE_SUFFIX):
+            whole = dequantize(tensor, found[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in found else tensor
+            expected = actor.read(name)
+            worst = max(worst, float((whole - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+def _view_of(buffer: torch.Tensor, bucket: Bucket, fragment: Fragment) -> torch.Tensor:
+    return bucket.fragment_view(buffer, fragment)
 
 
 def scores(actor: Actor) -> list[float]:
@@ -230,6 +259,8 @@ def check(job: dict, rank: int) -> tuple[dict, dict[str, dict]]:
         found["export_equal"][family] = all(torch.equal(tensor, actor.read(name)) for name, tensor in exported.items())
         found["exported"][family] = sorted(exported)
         found["pieces_equal"][family], found["pieces"][family] = held_pieces(actor)
+        if len(job["layout"]) == 0 and not actor.architecture.experts:
+            found["fp8_error"] = fp8_error(actor)
         found["parity"][family], tensors[family] = parity(actor)
         if family in job["tree_families"]:
             gentle = Actor(Path(job["models"][family]), ActorSettings(**options, optimizer=GENTLE_SGD))

@@ -62,6 +62,10 @@ def test_ranks_hold_what_a_sync_sends(runs: LayoutRuns, name: str, family: str) 
     assert plan.moved_bytes == plan.model_bytes
 
 
+def test_a_sync_in_fp8_brings_the_weights_within_rounding(runs: LayoutRuns) -> None:
+    assert 1e-4 < runs.ranks("1")[0]["fp8_error"] < 1 / 16
+
+
 @pytest.mark.parametrize(("name", "family"), SPLIT)
 def test_updates_are_those_of_one_process(runs: LayoutRuns, name: str, family: str) -> None:
     """Loss, global gradient norm, every gradient and every parameter after two SGD updates."""

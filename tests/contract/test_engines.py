@@ -53,7 +53,7 @@ async def syncing(engine: Engine, tensors: dict[str, torch.Tensor], **settings: 
     actors = ThreadPeers([RowActor(rank, 2, tensors) for rank in range(2)])
     weights = WeightSettings(verify="checksum", tries=1, bucket_bytes=2**20, **settings)
     made = partial(WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"))
-    sync = await asyncio.to_thread(made, num_kv_heads=2, engine_tp=1)
+    sync = await asyncio.to_thread(made, num_kv_heads=2, engine=EngineSettings())
     try:
         yield sync, actors.objects
     finally:
@@ -161,6 +161,7 @@ def test_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert await engine.score(PROMPT) == pytest.approx(reference(model, new), abs=1e-4), "tied output layer included"
 
             await check_failed_sync(engine, model)
+            await check_memory_over_updates(engine, weights_of(model, 0.9))
             await check_update_in_flight(engine, weights_of(model, 1.3), keep_old=True, in_flight="keep")
             await check_update_in_flight(engine, weights_of(model, 0.7), keep_old=True, in_flight="recompute")
             await check_update_in_flight(engine, weights_of(model, 1.3), keep_old=False, in_flight="keep")
@@ -182,6 +183,25 @@ async def check_failed_sync(engine: Engine, model: Path) -> None:
         actors[1].send_bucket = send
         await push(sync, version + 1)
     assert await engine.score(PROMPT) == pytest.approx(reference(model, weights_of(model, 0.7)), abs=1e-4)
+
+
+async def check_memory_over_updates(engine: Engine, weights: dict[str, torch.Tensor]) -> None:
+    """50 times asleep, awake, updated and used: neither this process nor the engine's grow."""
+    import psutil
+
+    def resident() -> int:
+        me = psutil.Process()
+        return sum(one.memory_info().rss for one in [me, *me.children(recursive=True)])
+
+    async with syncing(engine, weights) as (sync, _):
+        for cycle in range(60):
+            if cycle == 10:
+                before = resident()
+            await engine.sleep()
+            await asyncio.to_thread(partial(sync.push, engine.weight_version + 1, [], asleep=True))
+            await generate(engine, max_tokens=2)
+    grown = resident() - before
+    assert grown < 16 * 2**20, f"{grown / 2**20:.1f} MiB more after 50 updates"
 
 
 async def check_update_in_flight(engine: Engine, weights: dict[str, torch.Tensor], keep_old: bool, in_flight: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron_arpo.bench.peers import ProcessPeers
 from megatron_arpo.bench.plain_engine import PlainEngines, PlainWorker
 from megatron_arpo.config.model import ModelSettings
+from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.engine.slices import kept_region
 from megatron_arpo.weights.peers import call
@@ -62,7 +63,7 @@ def sides(num_actors: int, num_engines: int, tp: int, folder: Path, settings: di
         workers = stack.enter_context(ProcessPeers([partial(PlainWorker, rank, "cpu") for _ in range(num_engines) for rank in range(tp)]))
         engines = PlainEngines(workers, num_engines, tp)
         weights = WeightSettings(verify="checksum", bucket_bytes=2**20, **settings)
-        sync = WeightSync(actors, engines, weights, ModelSettings(path=Path("m")), num_kv_heads=NUM_KV_HEADS, engine_tp=tp)
+        sync = WeightSync(actors, engines, weights, ModelSettings(path=Path("m")), num_kv_heads=NUM_KV_HEADS, engine=EngineSettings(tp=tp))
         stack.callback(sync.close)
         yield sync, actors, workers, engines
 

@@ -33,7 +33,7 @@ class RowActor:
             region = Region((first, *(0 for _ in tensor.shape[1:])), (count, *tensor.shape[1:]))
             self._parts[name] = (tuple(tensor.shape), region, region.of(tensor).clone())
 
-    def held_weights(self) -> list[HeldPiece]:
+    def held_weights(self, fp8: bool) -> list[HeldPiece]:
         return [
             HeldPiece(name=name, dtype=str(part.dtype).removeprefix("torch."), shape=shape, region=region)
             for name, (shape, region, part) in self._parts.items()

@@ -131,6 +131,8 @@ def test_sft_without_its_section(config: dict, tmp_path: Path) -> None:
             "actor.optimizer.cpu_offload_fraction=0.5",
             "actor.optimizer.cpu_offload_fraction moves state off a CUDA device, and there is none; set it to 0",
         ),
+        ("engine.fp8=true", "engine.fp8=true: there is no CUDA device; use false"),
+        ("weights={transport: cuda_ipc, keep_old: false}", "weights.transport=cuda_ipc: there is no CUDA device; use shared_memory"),
     ],
 )
 def test_kernels_that_this_machine_has_not(config: dict, task: Path, tmp_path: Path, command: str, override: str, sentence: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from megatron_arpo.bench.peers import ThreadPeers
 from megatron_arpo.bench.plain_engine import PlainEngines, PlainWorker
 from megatron_arpo.config.model import ModelSettings
+from megatron_arpo.config.rollout import EngineSettings
 from megatron_arpo.config.weights import WeightSettings
 from megatron_arpo.weights.sync import WeightMismatch, WeightSync
 from tests.contract.weight_sides import RowActor
@@ -55,7 +56,7 @@ class ScoringWorker(PlainWorker):
 def sync_of(engine: ScoringWorker, dtype: str = "float32", **settings: Any) -> Iterator[tuple[WeightSync, ThreadPeers]]:
     actors, workers = ThreadPeers([RowActor(rank, 2, TENSORS) for rank in range(2)]), ThreadPeers([engine])
     model = ModelSettings(path=Path("m"), dtype=dtype)
-    sync = WeightSync(actors, PlainEngines(workers, 1, 1), WeightSettings(**settings), model, num_kv_heads=1, engine_tp=1)
+    sync = WeightSync(actors, PlainEngines(workers, 1, 1), WeightSettings(**settings), model, num_kv_heads=1, engine=EngineSettings())
     try:
         yield sync, actors
     finally:
