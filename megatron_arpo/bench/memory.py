@@ -39,8 +39,9 @@ class WatchesMemory:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
-        self._resident_before = _resident("VmRSS")
+        self._before = {name: _resident(name) for name in ("VmRSS", "RssShmem")}
 
     def largest_growth(self) -> int:
-        """Bytes since `start_watch`, shared memory that it maps included."""
-        return _resident("VmHWM") - self._resident_before
+        """Of what is this process's own, in bytes since `start_watch`: shared memory that it maps is left out, as far as it is still
+        mapped."""
+        return _resident("VmHWM") - self._before["VmRSS"] - (_resident("RssShmem") - self._before["RssShmem"])

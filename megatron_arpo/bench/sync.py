@@ -54,6 +54,7 @@ _TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory, two buckets": {"transport": "shared_memory", "keep_old": False},
     "broadcast, two buckets": {"transport": "broadcast", "keep_old": False},
 }
+_WEIGHED = ("shared memory", "shared memory, two buckets")
 _NAMED = "shared memory"
 """The transport whose figures the named ratios are: the default one."""
 
@@ -127,7 +128,7 @@ def measure(quick: bool) -> BenchReport:
                     ratios["bytes_over_needed" + suffix] = needed
     for num_layers in (4, 8, 16):
         with open_sides(CASES[0], architecture_of(num_layers, quick)) as sides:
-            rows.append(_memory(sides, CASES[0], num_layers, bucket_bytes))
+            rows += [_memory(sides, CASES[0], transport, num_layers, bucket_bytes) for transport in _WEIGHED]
     settings = {"bucket MiB": bucket_bytes // 2**20, "dtype": "bfloat16", "verify": "checksum", "syncs": MIN_PAIRS}
     return BenchReport(bench="sync", settings=settings, rows=rows, ratios=ratios)
 
@@ -207,9 +208,10 @@ def _syncs(
     return row, paired_ratio(bandwidths, copies), counted_ratio(sync.plan.moved_bytes, needed)
 
 
-def _memory(sides: Sides, case: Case, num_layers: int, bucket_bytes: int) -> dict[str, Any]:
-    """Growth of the largest process of each side through a whole sync, engines' own tensors there before."""
-    settings = _TRANSPORTS[_NAMED]
+def _memory(sides: Sides, case: Case, transport: str, num_layers: int, bucket_bytes: int) -> dict[str, Any]:
+    """Growth of the largest process of each side through whole syncs, engines' own tensors there before, and what lies in the host's
+    shared memory."""
+    settings = _TRANSPORTS[transport]
     first = open_sync(sides, case, settings, bucket_bytes)
     first.push(1, [])
     first.close()
@@ -219,11 +221,13 @@ def _memory(sides: Sides, case: Case, num_layers: int, bucket_bytes: int) -> dic
     sync = open_sync(sides, case, settings, bucket_bytes)
     sync.push(2, [])
     sync.push(3, [])
-    sync.close()
-    return _row(f"{case.name}, {num_layers} layers", "shared memory, peak", sync) | {
+    row = _row(f"{case.name}, {num_layers} layers", f"{transport}: memory", sync) | {
         "actor MiB": max(call(sides.actors, "largest_growth")) / 2**20,
         "engine MiB": max(call(sides.workers, "largest_growth")) / 2**20,
+        "host MiB": sync.host_bytes() / 2**20,
     }
+    sync.close()
+    return row
 
 
 def _row(name: str, transport: str, sync: WeightSync) -> dict[str, Any]:
@@ -239,4 +243,5 @@ def _row(name: str, transport: str, sync: WeightSync) -> dict[str, Any]:
         "memory copy GB/s": "",
         "actor MiB": "",
         "engine MiB": "",
+        "host MiB": "",
     }

@@ -143,7 +143,7 @@ class VllmEngine:
         await self._update(version, "check", list(checksums), [list(one) for one in checksums.values()])
 
     async def begin_weights(self, in_flight: InFlight) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._weights("pause", self._llm.pause_generation(mode="keep", clear_cache=False))
         self._recompute = in_flight == "recompute"
 
     async def load_buckets(self, version: int, indices: Sequence[int]) -> None:
@@ -153,17 +153,17 @@ class VllmEngine:
     async def commit_weights(self, version: int) -> None:
         await self._finish(str(version))
         # new requests carry another salt; what old weights left in the cache would only take room
-        await self._llm.reset_prefix_cache(reset_running_requests=self._recompute)
+        await self._weights("cache", self._llm.reset_prefix_cache(reset_running_requests=self._recompute))
         self._version = version
         self._is_torn = False
         if not self._is_asleep:
-            await self._llm.resume_generation()
+            await self._weights("resume", self._llm.resume_generation())
 
     async def abandon_weights(self) -> None:
         if self._is_updating:
             await self._finish(None)
         if not self._is_torn:
-            await self._llm.resume_generation()
+            await self._weights("resume", self._llm.resume_generation())
 
     async def sleep(self) -> None:
         self._is_torn = self._is_asleep = True  # its weights are gone until an update brings new ones
@@ -194,7 +194,7 @@ class VllmEngine:
         self._is_updating = False
         await self._weights("finish", self._llm.finish_weight_update(version))
 
-    async def _weights(self, what: str, call: Awaitable[None]) -> None:
+    async def _weights(self, what: str, call: Awaitable[object]) -> None:
         """A call to the workers; what they raise comes as ValueError with its last line, since vLLM brings it as text."""
         from vllm.v1.engine.exceptions import EngineDeadError
 

@@ -81,6 +81,10 @@ class WeightSync:
             values.update(self._verify(version, verify_sequences))
         return values
 
+    def host_bytes(self) -> int:
+        """What lies in files for the engines, in shared memory or on disk."""
+        return sum(file.stat().st_size for file in self._folder.iterdir()) if self._folder else 0
+
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -245,8 +245,11 @@ def test_vllm_that_is_killed(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
             (core,) = [one for one in alive if "EngineCor" in one.name() or "EngineCore" in " ".join(one.cmdline())]
             running = asyncio.create_task(generate(engine, max_tokens=400))
             await asyncio.sleep(0.3)
-            core.kill()
-            with pytest.raises(EngineDied):
-                await running
+            async with syncing(engine, weights_of(model, 1.0)) as (sync, _):
+                core.kill()
+                with pytest.raises(EngineDied):
+                    await running
+                with pytest.raises(EngineDied):
+                    await asyncio.wait_for(push(sync, 1), timeout=20)
 
     asyncio.run(check())

@@ -191,6 +191,6 @@ def test_a_checksum_sees_every_change(rows: int, columns: int, dtype: torch.dtyp
 
 
 def test_a_checksum_sees_moved_rows_and_columns() -> None:
-    tensor = torch.randn(16, 64)
-    assert len({checksum(tensor), checksum(tensor.flip(0)), checksum(tensor.roll(1, 0)), checksum(tensor.roll(2, 1))}) == 4
-    assert checksum(tensor.view(4, 4, 64)) == checksum(tensor)
+    tensor = torch.randn(16, 256)
+    assert len({checksum(tensor), checksum(tensor.flip(0)), checksum(tensor.roll(1, 0)), checksum(tensor.roll(128, 1))}) == 4
+    assert checksum(tensor.view(4, 4, 256)) == checksum(tensor)
