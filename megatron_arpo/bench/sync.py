@@ -180,7 +180,7 @@ def open_sync(sides: Sides, case: Case, settings: dict[str, Any], bucket_bytes: 
     weights = WeightSettings(verify="checksum", bucket_bytes=bucket_bytes, tries=1, **settings)
     engines = PlainEngines(sides.workers, case.num_engines, case.tp)
     return WeightSync(
-        sides.actors, engines, weights, ModelSettings(path=Path("made-up")), num_kv_heads=4, engine=EngineSettings(tp=case.tp)
+        sides.actors, engines, weights, ModelSettings(path=Path("made-up")), EngineSettings(tp=case.tp), num_kv_heads=4, run_folder=Path()
     )
 
 

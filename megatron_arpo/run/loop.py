@@ -8,21 +8,18 @@ from contextlib import closing, contextmanager
 from functools import partial
 
 from megatron_arpo.actor.sums import Sums, add_up
-from megatron_arpo.algorithm.branching import ArpoBranching, NoBranching
-from megatron_arpo.config.algorithm import ArpoRollout, GrpoRollout
 from megatron_arpo.config.run import RunConfig
 from megatron_arpo.data.prompts import PromptCursor, PromptSet
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.progress import progress, say
-from megatron_arpo.rollout.base import SamplingSettings
-from megatron_arpo.rollout.metrics import rollout_metrics
-from megatron_arpo.rollout.record import read_step, write_step
 from megatron_arpo.run.evaluate import evaluate
 from megatron_arpo.run.folder import RunFolder, StartingPoint
 from megatron_arpo.run.placement import Cluster
 from megatron_arpo.run.prompts import Datasets, drop_long
+from megatron_arpo.run.rollouts import check_replay, collect_step
 from megatron_arpo.run.step_batch import batch_metrics, make_batch, row_cost
-from megatron_arpo.types import Prompt, RolloutTree, RunState
+from megatron_arpo.run.step_metrics import update_metrics
+from megatron_arpo.types import RolloutTree, RunState
 from megatron_arpo.weights.export import export_hf
 from megatron_arpo.weights.sync import WeightSync
 
@@ -31,7 +28,7 @@ def train(config: RunConfig, folder: RunFolder, start: StartingPoint, found: dic
     """Trains to `run.num_steps`, from `start`."""
     checkpoint, state = start.checkpoint, start.state
     if config.run.replay is not None:
-        _check_replay(config, state.step)
+        check_replay(config, state.step)
     if checkpoint is not None:
         say(f"resuming from {checkpoint} (step {state.step} of {config.run.num_steps})")
     data = drop_long(found, config)
@@ -54,7 +51,17 @@ class _Training:
         self._config, self._folder, self._data, self._architecture = config, folder, data, architecture
         self._cluster, self._state = cluster, state
         self._cost = row_cost(architecture)
-        self._sync = None if config.run.replay is not None else weight_sync(cluster, config, architecture)
+        self._sync = None
+        if config.run.replay is None:
+            self._sync = WeightSync(
+                cluster.actors,
+                cluster.engines,
+                config.weights,
+                config.model,
+                config.engine,
+                num_kv_heads=architecture.num_kv_heads,
+                run_folder=folder.path,
+            )
         self._seconds: dict[str, float] = {}
 
     def run(self) -> None:
@@ -84,7 +91,7 @@ class _Training:
         cursor = PromptCursor(len(self._data.train), config.run.seed, *self._state.cursor)
         prompts = [self._data.train[index] for index in cursor.take(config.rollout.prompts_per_step)]
         with self._timed("rollout"):
-            trees, metrics = self._collect(prompts, step)
+            trees, metrics = collect_step(self._cluster, config, self._folder, prompts, step)
         with self._timed("batch"):
             batch = make_batch(trees, config, self._cost)
         with self._timed("update"):
@@ -92,7 +99,7 @@ class _Training:
             if asleep:
                 self._cluster.on_engine("sleep")
             updates = self._update([update.rows for update in batch.updates])
-        metrics |= _update_metrics(updates)
+        metrics |= update_metrics(updates)
         metrics |= batch_metrics(batch)
         self._state = RunState(
             step=step,
@@ -118,23 +125,6 @@ class _Training:
         if not last and step % config.run.save_every_steps == 0:
             self._save()  # behind the metrics: what a checkpoint has seen is written down
         return f"reward {metrics['reward_mean']:+.3f}  forks {metrics['num_forks']:.0f}  {self._seconds['step']:.1f} s"
-
-    def _collect(self, prompts: Sequence[Prompt], step: int) -> tuple[list[RolloutTree], dict[str, float]]:
-        config = self._config
-        file = self._folder.rollouts_file(step)
-        file.parent.mkdir(exist_ok=True)
-        tools: dict[str, float] = {}
-        if config.run.replay is not None:
-            trees = read_step(config.run.replay / file.name)
-            if len(trees) != len(prompts):
-                raise ValueError(
-                    f"run.replay={config.run.replay}: {file.name} has {len(trees)} trees, rollout.prompts_per_step={len(prompts)}"
-                )
-        else:
-            sampling = SamplingSettings(temperature=config.rollout.sampling.temperature, top_p=config.rollout.sampling.top_p)
-            trees, tools = self._cluster.on_engine("collect", prompts, branching_of(config), sampling, _step_seed(config.run.seed, step))
-        write_step(file, trees)
-        return trees, rollout_metrics(trees) | {f"tools/{name}": value for name, value in tools.items()}
 
     def _update(self, mini_batches: Sequence[object]) -> list[Sums]:
         """Sums of each optimizer update; none where every group's rewards are equal."""
@@ -179,46 +169,3 @@ class _Training:
         started = time.perf_counter()
         yield
         self._seconds[phase] = time.perf_counter() - started
-
-
-def weight_sync(cluster: Cluster, config: RunConfig, architecture: Architecture) -> WeightSync:
-    weights = config.weights
-    if weights.transport == "checkpoint" and weights.folder is None:
-        weights = weights.model_copy(update={"folder": config.run.dir / "weights"})
-    return WeightSync(cluster.actors, cluster.engines, weights, config.model, num_kv_heads=architecture.num_kv_heads, engine=config.engine)
-
-
-def branching_of(config: RunConfig) -> ArpoBranching | NoBranching:
-    match config.algorithm.rollout:
-        case ArpoRollout() as arpo:
-            return ArpoBranching(**arpo.model_dump(exclude={"kind"}))
-        case GrpoRollout() as grpo:
-            return NoBranching(num_rollouts=grpo.num_rollouts)
-
-
-def _check_replay(config: RunConfig, step: int) -> None:
-    for missing in range(step + 1, config.run.num_steps + 1):
-        if not (config.run.replay / f"step_{missing:06d}.jsonl").exists():
-            raise ValueError(f"run.replay={config.run.replay}: step_{missing:06d}.jsonl is missing; lower run.num_steps to {missing - 1}")
-
-
-def _step_seed(seed: int, step: int) -> int:
-    return seed * 1_000_003 + step
-
-
-def _update_metrics(updates: Sequence[Sums]) -> dict[str, float]:
-    """Means over the targets of all updates, each counted once for every leaf through it."""
-    if not updates:
-        return {}
-    total = add_up(updates)
-    means = ("clipped", "ratio_kl", "entropy", "mismatch", "importance_capped", "reference_kl")
-    return {
-        "actor/loss": total["loss"] / len(updates),
-        "actor/updates": float(len(updates)),
-        "actor/tokens": total["tokens"],
-        "actor/row_tokens": total["row_tokens"],
-        "actor/grad_norm": total["grad_norm_max"],
-        "actor/lr": updates[-1]["lr_max"],
-        "actor/mismatch_max": total["mismatch_max"],
-        **{f"actor/{name}": total[name] / total["tokens"] for name in means if name in total},
-    }

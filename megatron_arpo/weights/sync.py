@@ -37,17 +37,27 @@ class WeightMismatch(RuntimeError):
 
 
 class WeightSync:
-    """Brings the engines to the actor's weights. `num_kv_heads` and `engine` say how an engine cuts the model.
+    """Brings the engines to the actor's weights. `engine` and `num_kv_heads` say how an engine cuts the model; a folder as transport
+    lies in `run_folder` unless `weights.folder` says where.
 
     Plan, buffers and process groups are made once. `close` removes what lies in shared memory.
     """
 
     def __init__(
-        self, actors: Peers, engines: Peers, weights: WeightSettings, model: ModelSettings, *, num_kv_heads: int, engine: EngineSettings
+        self,
+        actors: Peers,
+        engines: Peers,
+        weights: WeightSettings,
+        model: ModelSettings,
+        engine: EngineSettings,
+        *,
+        num_kv_heads: int,
+        run_folder: Path,
     ) -> None:
         self._actors, self._engines = actors, engines
         self._weights, self._model = weights, model
         self._num_kv_heads, self._tp, self._fp8 = num_kv_heads, engine.tp, engine.fp8
+        self._run_folder = run_folder
         self._folder: Path | None = None
         _sweep()
         num_engines = len(call(engines, "weight_version"))
@@ -126,7 +136,9 @@ class WeightSync:
         match self._weights.transport:
             case "shared_memory" | "checkpoint":
                 name = f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-                parent = _SHARED_MEMORY if self._weights.transport == "shared_memory" else self._weights.folder
+                parent = (
+                    _SHARED_MEMORY if self._weights.transport == "shared_memory" else self._weights.folder or self._run_folder / "weights"
+                )
                 self._folder = parent / name
                 route = FilesRoute(folder=self._folder, staged=self._weights.keep_old)
                 try:

@@ -52,8 +52,8 @@ async def syncing(engine: Engine, tensors: dict[str, torch.Tensor], **settings: 
     """A sync of two actor ranks with the engine, to be pushed in another thread."""
     actors = ThreadPeers([RowActor(rank, 2, tensors) for rank in range(2)])
     weights = WeightSettings(verify="checksum", tries=1, bucket_bytes=2**20, **settings)
-    made = partial(WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"))
-    sync = await asyncio.to_thread(made, num_kv_heads=2, engine=EngineSettings())
+    made = partial(WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"), EngineSettings())
+    sync = await asyncio.to_thread(made, num_kv_heads=2, run_folder=Path())
     try:
         yield sync, actors.objects
     finally:

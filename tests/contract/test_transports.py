@@ -63,7 +63,9 @@ def sides(num_actors: int, num_engines: int, tp: int, folder: Path, settings: di
         workers = stack.enter_context(ProcessPeers([partial(PlainWorker, rank, "cpu") for _ in range(num_engines) for rank in range(tp)]))
         engines = PlainEngines(workers, num_engines, tp)
         weights = WeightSettings(verify="checksum", bucket_bytes=2**20, **settings)
-        sync = WeightSync(actors, engines, weights, ModelSettings(path=Path("m")), num_kv_heads=NUM_KV_HEADS, engine=EngineSettings(tp=tp))
+        sync = WeightSync(
+            actors, engines, weights, ModelSettings(path=Path("m")), EngineSettings(tp=tp), num_kv_heads=NUM_KV_HEADS, run_folder=folder
+        )
         stack.callback(sync.close)
         yield sync, actors, workers, engines
 

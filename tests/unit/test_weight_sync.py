@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +57,9 @@ class ScoringWorker(PlainWorker):
 def sync_of(engine: ScoringWorker, dtype: str = "float32", **settings: Any) -> Iterator[tuple[WeightSync, ThreadPeers]]:
     actors, workers = ThreadPeers([RowActor(rank, 2, TENSORS) for rank in range(2)]), ThreadPeers([engine])
     model = ModelSettings(path=Path("m"), dtype=dtype)
-    sync = WeightSync(actors, PlainEngines(workers, 1, 1), WeightSettings(**settings), model, num_kv_heads=1, engine=EngineSettings())
+    sync = WeightSync(
+        actors, PlainEngines(workers, 1, 1), WeightSettings(**settings), model, EngineSettings(), num_kv_heads=1, run_folder=Path()
+    )
     try:
         yield sync, actors
     finally:
@@ -66,7 +69,7 @@ def sync_of(engine: ScoringWorker, dtype: str = "float32", **settings: Any) -> I
 
 
 def in_shared_memory() -> set[Path]:
-    return set(Path("/dev/shm").glob("megatron-arpo-*"))
+    return set(Path("/dev/shm").glob(f"megatron-arpo-{os.getpid()}-*"))
 
 
 @pytest.mark.parametrize("keep_old", [True, False])
@@ -172,7 +175,6 @@ def test_weights_of_dead_runs_are_swept() -> None:
 
 def test_shared_memory_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import errno
-    import os
 
     def no_room(*_arguments: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
