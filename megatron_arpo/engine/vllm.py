@@ -151,6 +151,7 @@ class VllmEngine:
         await self._update(version, "load", indices)
 
     async def commit_weights(self, version: int) -> None:
+        await self._update(version, "complete", [])
         await self._finish(str(version))
         # new requests carry another salt; what old weights left in the cache would only take room
         await self._weights("cache", self._llm.reset_prefix_cache(reset_running_requests=self._recompute))

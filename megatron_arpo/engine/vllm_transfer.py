@@ -24,7 +24,7 @@ class ShardUpdate(WeightTransferUpdateInfo):
     """One step with some buckets; `checksums` has those of each bucket to check."""
 
     version: int
-    action: Literal["receive", "check", "load"]
+    action: Literal["receive", "check", "load", "complete"]
     buckets: list[int]
     checksums: list[list[str]] | None
 
@@ -37,13 +37,16 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
     update_info_cls = ShardUpdate
     _receiver: WeightReceiver | None = None
     _loading: int | None = None
+    """The version of which buckets were loaded."""
 
     def init_transfer_engine(self, init_info: ShardInit) -> None:
         self.shutdown()
         self._receiver = WeightReceiver(Connection(**init_info.connection), self.parallel_config.rank, self.device)
 
     def start_weight_update(self) -> None:
-        """The model is left alone until the first bucket is loaded."""
+        """The model is left alone until the first bucket is loaded. What an update that failed has begun is ended first."""
+        self.finish_weight_update()
+        self._receiver.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -62,6 +65,8 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
             case "load":
                 for index in buckets:
                     self._load(version, index)
+            case "complete":
+                self._receiver.check_complete(version)
 
     def _load(self, version: int, index: int) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -71,20 +76,32 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
             self._loading = version
         with torch.device(self.device), torch.no_grad():
             self.model.load_weights(self._receiver.tensors(version, index))
+            if not self._receiver.keeps_buckets:
+                self._keep_what_waits(index)
+
+    def _keep_what_waits(self, index: int) -> None:
+        """Copies weights of layers that the reload has not finished out of bucket `index`, whose place is used again. Such are layers
+        with padding, as embeddings of an odd vocabulary: vLLM finishes them in the end."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            for _, loaded in get_layerwise_info(layer).loaded_weights:
+                for name, value in loaded.arguments.items():
+                    if isinstance(value, torch.Tensor) and self._receiver.lies_in(index, value):
+                        loaded.arguments[name] = value.clone()
 
     def finish_weight_update(self) -> None:
-        """Ends the update; raises ValueError where only a part of the version was received. Without a loaded bucket nothing happens."""
+        """Ends the loading of buckets, of a whole version or of a part that was given up; nothing where none was loaded."""
         if self._loading is None:
             return
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        version, self._loading = self._loading, None
+        self._loading = None
         with torch.device(self.device), torch.no_grad():
             finalize_layerwise_reload(self.model, self.model_config)
             if self.device.type == "cpu" and self.model_config.hf_text_config.tie_word_embeddings:
                 # the reload sees only the embedding; an output layer tied to it keeps what it packed from the old weights
                 self.model.lm_head.quant_method.process_weights_after_loading(self.model.lm_head)
-        self._receiver.check_complete(version)
 
     def shutdown(self) -> None:
         if self._receiver is not None:

@@ -21,8 +21,13 @@ class WeightReceiver:
         self._mailbox = connection.mailboxes[rank]
         self._num_kv_heads, self._tp, self._rank = connection.num_kv_heads, len(connection.mailboxes), rank
         self._inbox = open_inbox(connection.route, self._buckets, self._mailbox, device)
+        self._keeps_buckets = connection.route.staged
         self._version: int | None = None
         self._received: set[int] = set()
+
+    def begin(self) -> None:
+        """Forgets what was received before."""
+        self._version = None
 
     def receive(self, version: int, index: int) -> None:
         if version != self._version:
@@ -49,6 +54,16 @@ class WeightReceiver:
         buffer = self._buffer(version, index)
         for place in self._buckets[index].places:
             yield place.name, tensor_at(buffer, place)
+
+    @property
+    def keeps_buckets(self) -> bool:
+        """Every bucket has a place of its own; else places are used in turn."""
+        return self._keeps_buckets
+
+    def lies_in(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is a view into the place of bucket `index`."""
+        buffer = self._inbox.buffer(self._buckets[index])
+        return 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.numel()
 
     def check_complete(self, version: int) -> None:
         """Raises ValueError unless every bucket of `version` has been received."""

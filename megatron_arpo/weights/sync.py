@@ -135,11 +135,7 @@ class WeightSync:
     def _route(self) -> Route:
         match self._weights.transport:
             case "shared_memory" | "checkpoint":
-                name = f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-                parent = (
-                    _SHARED_MEMORY if self._weights.transport == "shared_memory" else self._weights.folder or self._run_folder / "weights"
-                )
-                self._folder = parent / name
+                self._folder = self._new_folder()
                 route = FilesRoute(folder=self._folder, staged=self._weights.keep_old)
                 try:
                     create_files(route, self.plan.buckets)
@@ -158,6 +154,13 @@ class WeightSync:
                 )
             case "cuda_ipc":
                 return CudaIpcRoute()
+
+    def _new_folder(self) -> Path:
+        if self._weights.transport == "shared_memory":
+            return _SHARED_MEMORY / f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        folder = self._weights.folder or self._run_folder / "weights"
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        return folder
 
     def _push_once(self, version: int) -> dict[str, float]:
         """One attempt: buckets travel while the one before is checked or loaded; with `keep_old` all are loaded in the end."""

@@ -161,6 +161,7 @@ def test_vllm(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert await engine.score(PROMPT) == pytest.approx(reference(model, new), abs=1e-4), "tied output layer included"
 
             await check_failed_sync(engine, model)
+            await check_torn_sync(engine, model)
             await check_memory_over_updates(engine, weights_of(model, 0.9))
             await check_update_in_flight(engine, weights_of(model, 1.3), keep_old=True, in_flight="keep")
             await check_update_in_flight(engine, weights_of(model, 0.7), keep_old=True, in_flight="recompute")
@@ -183,6 +184,26 @@ async def check_failed_sync(engine: Engine, model: Path) -> None:
         actors[1].send_bucket = send
         await push(sync, version + 1)
     assert await engine.score(PROMPT) == pytest.approx(reference(model, weights_of(model, 0.7)), abs=1e-4)
+
+
+async def check_torn_sync(engine: Engine, model: Path) -> None:
+    """Without `keep_old`, a sync that fails behind a loaded bucket holds generation until one succeeds."""
+    version = engine.weight_version
+    async with syncing(engine, weights_of(model, 1.1), keep_old=False) as (sync, actors):
+        send, last = actors[1].send_bucket, len(sync.plan.buckets) - 1
+        assert last > 0
+        actors[1].send_bucket = lambda name, index, with_checksums: [
+            value[::-1] if index == last else value for value in send(name, index, with_checksums)
+        ]
+        with pytest.raises(ValueError, match="has another checksum than its actor wrote"):
+            await push(sync, version + 1)
+        held = asyncio.create_task(generate(engine))
+        await asyncio.sleep(0.3)
+        assert not held.done() and engine.weight_version == version
+        actors[1].send_bucket = send
+        await push(sync, version + 1)
+        await held
+    assert await engine.score(PROMPT) == pytest.approx(reference(model, weights_of(model, 1.1)), abs=1e-4)
 
 
 async def check_memory_over_updates(engine: Engine, weights: dict[str, torch.Tensor]) -> None:

@@ -57,7 +57,7 @@ def model(factor: float) -> dict[str, torch.Tensor]:
 @contextmanager
 def sides(num_actors: int, num_engines: int, tp: int, folder: Path, settings: dict[str, Any]) -> Iterator[tuple]:
     if settings["transport"] == "checkpoint":
-        settings = settings | {"folder": folder}
+        settings = settings | {"folder": folder / "weights"}
     with ExitStack() as stack:
         actors = stack.enter_context(ProcessPeers([partial(RowActor, rank, num_actors, model(1.0)) for rank in range(num_actors)]))
         workers = stack.enter_context(ProcessPeers([partial(PlainWorker, rank, "cpu") for _ in range(num_engines) for rank in range(tp)]))

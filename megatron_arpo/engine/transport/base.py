@@ -76,6 +76,7 @@ class CudaIpcRoute(_Plain):
     """Buffers on actor ranks' GPUs that the engine's workers on the same host open; `handles[a]` are those of actor rank a."""
 
     kind: Literal["cuda_ipc"] = "cuda_ipc"
+    staged: Literal[False] = False
     handles: tuple[str, ...] = ()
 
 

@@ -89,7 +89,14 @@ class _Maps:
     def __getitem__(self, bucket: Bucket) -> torch.Tensor:
         path = _path(self._route, bucket, self._count)
         if path not in self._maps:
-            with open(path, "r+b") as file:
+            try:
+                file = open(path, "r+b")  # noqa: SIM115 closed below
+            except FileNotFoundError as error:
+                raise ValueError(
+                    f"{path} is not there: with weights.transport=shared_memory, actors and engines are on one host, with checkpoint all "
+                    f"see weights.folder; use broadcast"
+                ) from error
+            with file:
                 mapped = mmap.mmap(file.fileno(), 0, flags=self._flags)
             self._maps[path] = torch.frombuffer(mapped, dtype=torch.uint8)
         start = self._starts[bucket.index]
