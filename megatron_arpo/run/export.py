@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron_arpo.engine.weight_buffer import mapped, places_of, tensor_at
 from megatron_arpo.run.weight_sync import WeightSync
-from megatron_arpo.weights.hf_folder import copy_hf_files, write_hf_folder
+from megatron_arpo.weights.hf_folder import write_hf_folder
+from megatron_arpo.weights.lazy_tensor import HeldTensor
 
 
 def export_hf(sync: WeightSync, model_path: Path, target: Path) -> None:
@@ -14,7 +15,6 @@ def export_hf(sync: WeightSync, model_path: Path, target: Path) -> None:
     path, manifest = sync.write(version=0)
     try:
         with mapped(path) as buffer:
-            tensors = {place.name: tensor_at(buffer, place).clone() for place in places_of(manifest)}
+            write_hf_folder(target, {place.name: HeldTensor(tensor_at(buffer, place)) for place in places_of(manifest)}, model_path)
     finally:
         path.unlink()
-    write_hf_folder(target, tensors, lambda aside: copy_hf_files(model_path, aside))

@@ -1,0 +1,100 @@
+"""Keys and chunks of a Megatron dist-checkpoint (torch_dist), as whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from megatron_arpo.convert.saved_files import SavedTensor
+from megatron_arpo.families.architecture import Architecture
+from megatron_arpo.families.parameters import Parameter, all_parameters
+from megatron_arpo.weights.lazy_tensor import LazyTensor, Tile, TiledTensor, num_columns
+
+METADATA_FILE = ".metadata"
+LAYERS = "decoder.layers."
+_EXPERTS = "mlp.experts."
+_KEYS = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+}
+"""Names of the norms, fused into the next layer first: Transformer Engine's, to which Megatron maps its own. Behind it those of
+layers that are not fused."""
+
+
+def key_name(name: str, has_experts: bool) -> str:
+    """The name in a checkpoint, behind its layer prefix, of a parameter of every layer."""
+    if name.startswith(_EXPERTS):
+        return f"{_EXPERTS}experts.{name.removeprefix(_EXPERTS)}"
+    if name == "pre_mlp_layernorm.weight" and has_experts:
+        return name  # nothing that Transformer Engine could fuse it into
+    return _KEYS.get(name, (name,))[0]
+
+
+def read_parameters(folder: Path, architecture: Architecture) -> dict[Parameter, LazyTensor]:
+    """What `folder`, with .metadata and .distcp files, has of the model, the vocabulary with its padding. Raises ValueError where
+    metadata or files are damaged."""
+    metadata = read_metadata(folder)
+    found: dict[Parameter, LazyTensor] = {}
+    for parameter in all_parameters(architecture):
+        for key, lead in _places(parameter):
+            entry = metadata.state_dict_metadata.get(key)
+            if isinstance(entry, TensorStorageMetadata):
+                found[parameter] = _whole(folder, metadata.storage_data, key, entry, lead)
+                break
+    return found
+
+
+def read_metadata(folder: Path) -> Any:
+    """torch's Metadata. Raises ValueError where it is damaged or files it names are missing or too short."""
+    path = folder / METADATA_FILE
+    try:
+        metadata = FileSystemReader(str(folder)).read_metadata()
+    except Exception as error:  # whatever a damaged pickle raises
+        raise ValueError(f"{path}: cannot be read ({error!r}); it is damaged, copy the checkpoint again") from error
+    ends: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        file = folder / name
+        if not file.exists():
+            raise ValueError(f"{file} is missing; copy the checkpoint again")
+        if file.stat().st_size < end:
+            raise ValueError(f"{file}: has {file.stat().st_size} of {end} bytes; the file is truncated, copy it again")
+    return metadata
+
+
+def _places(parameter: Parameter) -> list[tuple[str, tuple[int, ...]]]:
+    """(key, indices of its leading dimensions) under which a parameter may be kept: layers stacked, or each by itself."""
+    if parameter.layer is None:
+        return [(parameter.name, ())]
+    names = [key_name(parameter.name, has_experts=False), *_KEYS.get(parameter.name, ())]
+    expert = () if parameter.expert is None else (parameter.expert,)
+    return [
+        place
+        for name in dict.fromkeys(names)
+        for place in ((LAYERS + name, (parameter.layer, *expert)), (f"{LAYERS}{parameter.layer}.{name}", expert))
+    ]
+
+
+def _whole(folder: Path, storage: Mapping[MetadataIndex, Any], key: str, entry: TensorStorageMetadata, lead: tuple[int, ...]) -> LazyTensor:
+    depth, shape, dtype = len(lead), tuple(entry.size[len(lead) :]), entry.properties.dtype
+    tiles = []
+    for chunk in entry.chunks:
+        if tuple(chunk.offsets[:depth]) != lead:
+            continue
+        if any(size != 1 for size in chunk.sizes[:depth]):
+            raise ValueError(f"{folder}: {key} has chunks of several layers, which is not how Megatron writes them")
+        place = storage[MetadataIndex(key, chunk.offsets)]
+        part = SavedTensor(folder / place.relative_path, place.offset, place.length, dtype, tuple(chunk.sizes[depth:]))
+        offsets = [*chunk.offsets[depth:], 0]
+        tiles.append(Tile(part, offsets[0], offsets[1]))
+    if len(tiles) == 1 and tiles[0].tensor.shape == shape:
+        return tiles[0].tensor
+    try:
+        return TiledTensor(dtype, shape, sorted(tiles, key=lambda tile: (tile.row, tile.column, num_columns(tile.tensor))))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {key} {list(lead)} is not whole ({error}); copy the checkpoint again") from error

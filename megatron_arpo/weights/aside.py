@@ -1,0 +1,65 @@
+"""Folders that are there whole or not at all: written aside, on the disk, and renamed last."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def written_aside(target: Path, num_bytes: int) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `target` at the end of the block; a failure or an interruption leaves
+    nothing, and what a kill leaves is replaced by the next try. Raises ValueError where the disk has no room for `num_bytes`, or
+    turns out to be full."""
+    aside = target.with_name(f".{target.name}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        _check_room(target, num_bytes)
+        aside.mkdir()
+    except OSError as error:
+        raise ValueError(f"{target}: cannot make the folder ({error.strerror}); choose another") from error
+    try:
+        yield aside
+        sync_folder(aside)
+    except OSError as error:
+        free = shutil.disk_usage(target.parent).free
+        shutil.rmtree(aside, ignore_errors=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ValueError(
+                f"{target}: the disk is full ({free >> 20} MiB free), {num_bytes >> 20} MiB are needed; nothing was left there, free space"
+            ) from error
+        raise
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    shutil.rmtree(target, ignore_errors=True)
+    aside.rename(target)
+    sync(target.parent)
+
+
+def _check_room(target: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise ValueError(
+            f"{target}: the disk has {free >> 20} MiB free and {-(-num_bytes >> 20)} MiB are needed; free space or choose another disk"
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """What is in the folder is on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """The file, or the folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
