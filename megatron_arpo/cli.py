@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megatron-arpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("megatron-arpo: interrupted; start the same command again to go on from the last checkpoint", file=sys.stderr)
+        print(f"megatron-arpo: interrupted; {options.interrupted}", file=sys.stderr)
         return 130
     except Exception as error:  # the end of the program: whatever went wrong is shown whole, and then in one line
         traceback.print_exc()
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="megatron-arpo", description="Agentic reinforcement learning of large models on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(interrupted="start the same command again to go on from the last checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, function, purpose in (
         ("sft", _sft, "fine-tune on demonstrations (cold start)"),
@@ -103,14 +104,15 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
             kind.add_argument(
                 "--max-shard-gib", type=_positive(float), default=5.0, metavar="GIB", help="size of a weight file; default %(default)s"
             )
-        kind.set_defaults(command=_verify if name == "verify" else _convert, kind=name)
+        interrupted = "nothing was left behind, start the same command again"
+        kind.set_defaults(command=_verify if name == "verify" else _convert, kind=name, interrupted=interrupted)
 
 
 def _positive(kind: type) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
         return value
 
     number.__name__ = kind.__name__  # what argparse says of text that is no number
@@ -214,13 +216,10 @@ def _eval(options: argparse.Namespace) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from megatron_arpo.convert.command import convert
 
-    try:
-        convert(
-            options.kind, options.source, options.target, hf_config=options.hf_config, workers=options.workers,
-            max_shard_gib=options.max_shard_gib, dtype=options.dtype,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        raise ValueError(f"{options.target}: interrupted; nothing was left there, start the same command again") from None
+    convert(
+        options.kind, options.source, options.target, hf_config=options.hf_config, workers=options.workers,
+        max_shard_gib=options.max_shard_gib, dtype=options.dtype,
+    )  # fmt: skip
 
 
 def _verify(options: argparse.Namespace) -> int:

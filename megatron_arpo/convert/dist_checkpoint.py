@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_arpo.convert.saved_files import SavedTensor
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.parameters import Parameter, all_parameters
-from megatron_arpo.weights.lazy_tensor import LazyTensor, Tile, TiledTensor, num_columns
+from megatron_arpo.weights.lazy_tensor import LazyTensor, Tile, TiledTensor
 
 METADATA_FILE = ".metadata"
 LAYERS = "decoder.layers."
@@ -38,12 +38,15 @@ def read_parameters(folder: Path, architecture: Architecture) -> dict[Parameter,
     """What `folder`, with .metadata and .distcp files, has of the model, the vocabulary with its padding. Raises ValueError where
     metadata or files are damaged."""
     metadata = read_metadata(folder)
+    tiles: dict[tuple[str, tuple[int, ...]], list[Tile]] = {}
     found: dict[Parameter, LazyTensor] = {}
     for parameter in all_parameters(architecture):
         for key, lead in _places(parameter):
             entry = metadata.state_dict_metadata.get(key)
             if isinstance(entry, TensorStorageMetadata):
-                found[parameter] = _whole(folder, metadata.storage_data, key, entry, lead)
+                if (key, lead) not in tiles:
+                    tiles |= _tiles(folder, metadata.storage_data, key, entry, len(lead))
+                found[parameter] = _whole(folder, f"{key} {list(lead)}", entry, len(lead), tiles.get((key, lead), []))
                 break
     return found
 
@@ -80,21 +83,26 @@ def _places(parameter: Parameter) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def _whole(folder: Path, storage: Mapping[MetadataIndex, Any], key: str, entry: TensorStorageMetadata, lead: tuple[int, ...]) -> LazyTensor:
-    depth, shape, dtype = len(lead), tuple(entry.size[len(lead) :]), entry.properties.dtype
-    tiles = []
+def _tiles(
+    folder: Path, storage: Mapping[MetadataIndex, Any], key: str, entry: TensorStorageMetadata, depth: int
+) -> dict[tuple[str, tuple[int, ...]], list[Tile]]:
+    """The chunks of a key, by key and the indices of its `depth` leading dimensions."""
+    found: dict[tuple[str, tuple[int, ...]], list[Tile]] = {}
     for chunk in entry.chunks:
-        if tuple(chunk.offsets[:depth]) != lead:
-            continue
         if any(size != 1 for size in chunk.sizes[:depth]):
             raise ValueError(f"{folder}: {key} has chunks of several layers, which is not how Megatron writes them")
         place = storage[MetadataIndex(key, chunk.offsets)]
-        part = SavedTensor(folder / place.relative_path, place.offset, place.length, dtype, tuple(chunk.sizes[depth:]))
-        offsets = [*chunk.offsets[depth:], 0]
-        tiles.append(Tile(part, offsets[0], offsets[1]))
+        part = SavedTensor(folder / place.relative_path, place.offset, place.length, entry.properties.dtype, tuple(chunk.sizes[depth:]))
+        row, column = [*chunk.offsets[depth:], 0][:2]
+        found.setdefault((key, tuple(chunk.offsets[:depth])), []).append(Tile(part, row, column))
+    return found
+
+
+def _whole(folder: Path, what: str, entry: TensorStorageMetadata, depth: int, tiles: Sequence[Tile]) -> LazyTensor:
+    shape = tuple(entry.size[depth:])
     if len(tiles) == 1 and tiles[0].tensor.shape == shape:
         return tiles[0].tensor
     try:
-        return TiledTensor(dtype, shape, sorted(tiles, key=lambda tile: (tile.row, tile.column, num_columns(tile.tensor))))
+        return TiledTensor(entry.properties.dtype, shape, tiles)
     except ValueError as error:
-        raise ValueError(f"{folder}: {key} {list(lead)} is not whole ({error}); copy the checkpoint again") from error
+        raise ValueError(f"{folder}: {what} is not whole ({error}); copy the checkpoint again") from error

@@ -8,7 +8,7 @@ from megatron_arpo.convert.dist_checkpoint import METADATA_FILE, read_parameters
 from megatron_arpo.convert.source import TensorSource, of_megatron_parameters
 from megatron_arpo.convert.verl_fsdp import is_fsdp_folder, read_fsdp
 from megatron_arpo.convert.verl_megatron import RANK_FILES, read_ranks
-from megatron_arpo.families.architecture import read_architecture
+from megatron_arpo.families.architecture import Architecture, read_architecture
 from megatron_arpo.weights.safetensors_folder import INDEX_FILE, SINGLE_FILE, stored_tensors
 
 _VERL_CONFIG_FOLDERS = ("huggingface", "hf_config_and_tokenizer", "../huggingface", "../hf_config_and_tokenizer", ".")
@@ -42,14 +42,14 @@ def open_source(folder: Path, hf_config: Path | None = None) -> TensorSource:
 def _open_verl(folder: Path, hf_config: Path | None) -> TensorSource | None:
     if is_fsdp_folder(folder):
         hf_folder = hf_config or _verl_config(folder)
-        architecture = read_architecture(hf_folder)
+        architecture = _architecture(hf_folder)
         return TensorSource(
             kind="verl FSDP checkpoint", folder=folder, hf_folder=hf_folder, architecture=architecture, tensors=read_fsdp(folder)
         )
     for ranks in (folder / "model", folder):
         if next(ranks.glob(RANK_FILES), None) is not None:
             hf_folder = hf_config or _verl_config(ranks)
-            architecture = read_architecture(hf_folder)
+            architecture = _architecture(hf_folder)
             tensors = of_megatron_parameters(read_ranks(ranks), architecture, folder)
             return TensorSource(
                 kind="verl Megatron checkpoint", folder=folder, hf_folder=hf_folder, architecture=architecture, tensors=tensors
@@ -61,6 +61,12 @@ def _open_verl(folder: Path, hf_config: Path | None) -> TensorSource | None:
     return None
 
 
+def _architecture(hf_folder: Path) -> Architecture:
+    if not (hf_folder / "config.json").is_file():
+        raise ValueError(f"{hf_folder}: has no config.json; name the folder of the model's config.json with --hf-config")
+    return read_architecture(hf_folder)
+
+
 def _newest_checkpoint(run: Path) -> Path:
     found = sorted(path.parent for path in (run / "checkpoints").glob("step_*/state.json"))
     if not found:
@@ -70,14 +76,14 @@ def _newest_checkpoint(run: Path) -> Path:
 
 def _hugging_face(folder: Path, hf_config: Path | None) -> TensorSource:
     hf_folder = hf_config or folder
-    architecture = read_architecture(hf_folder)
+    architecture = _architecture(hf_folder)
     return TensorSource(
         kind="Hugging Face folder", folder=folder, hf_folder=hf_folder, architecture=architecture, tensors=stored_tensors(folder)
     )
 
 
 def _megatron(folder: Path, hf_folder: Path) -> TensorSource:
-    architecture = read_architecture(hf_folder)
+    architecture = _architecture(hf_folder)
     tensors = of_megatron_parameters(read_parameters(folder, architecture), architecture, folder)
     return TensorSource(kind="Megatron dist-checkpoint", folder=folder, hf_folder=hf_folder, architecture=architecture, tensors=tensors)
 

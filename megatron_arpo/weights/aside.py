@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,28 +19,45 @@ def written_aside(target: Path, num_bytes: int) -> Iterator[Path]:
     aside = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            os.close(_locked(aside, target))
+            shutil.rmtree(aside)
         _check_room(target, num_bytes)
         aside.mkdir()
+        lock = _locked(aside, target)
     except OSError as error:
         raise ValueError(f"{target}: cannot make the folder ({error.strerror}); choose another") from error
     try:
         yield aside
         sync_folder(aside)
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+        sync(target.parent)
     except OSError as error:
         free = shutil.disk_usage(target.parent).free
         shutil.rmtree(aside, ignore_errors=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(
-                f"{target}: the disk is full ({free >> 20} MiB free), {num_bytes >> 20} MiB are needed; nothing was left there, free space"
+                f"{target}: the disk is full ({free >> 20} MiB free, {-(-num_bytes >> 20)} MiB needed), nothing was left there; "
+                f"free space or choose another disk"
             ) from error
         raise
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-    sync(target.parent)
+    finally:
+        os.close(lock)
+
+
+def _locked(aside: Path, target: Path) -> int:
+    """A descriptor that holds the folder until it is closed, by the end of the process at the latest."""
+    descriptor = os.open(aside, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ValueError(f"{target}: another process is writing it; wait for that or choose another folder") from error
+    return descriptor
 
 
 def _check_room(target: Path, num_bytes: int) -> None:

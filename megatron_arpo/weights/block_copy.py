@@ -33,8 +33,8 @@ class _Block:
 
 
 def write_tensors(placements: Sequence[Placement], workers: int) -> None:
-    """All bytes are on the disk when it returns. A thread holds one block, so memory does not depend on the tensors' sizes.
-    The first failure of a thread stops all and is raised."""
+    """A thread holds one block, so memory does not depend on the tensors' sizes. The first failure of a thread stops all and is
+    raised. Bringing the files to the disk is left to the caller."""
     descriptors = {path: os.open(path, os.O_WRONLY) for path in dict.fromkeys(placement.path for placement in placements)}
     try:
         blocks = _Shared(_blocks(placements, descriptors))
@@ -50,8 +50,6 @@ def write_tensors(placements: Sequence[Placement], workers: int) -> None:
                 thread.join()
         if blocks.failure is not None:
             raise blocks.failure
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -77,8 +75,10 @@ class _Shared:
 def _blocks(placements: Sequence[Placement], descriptors: dict[Path, int]) -> Iterator[_Block]:
     """File by file in turn, so that threads meet in one file, whose writes the kernel makes one after the other, as seldom as
     can be."""
-    by_file = [[one for one in placements if one.path == path] for path in descriptors]
-    for placement in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*by_file))):
+    by_file: dict[Path, list[Placement]] = {}
+    for placement in placements:
+        by_file.setdefault(placement.path, []).append(placement)
+    for placement in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*by_file.values()))):
         tensor, step = placement.tensor, rows_in_block(placement.tensor)
         row_bytes = num_columns(tensor) * tensor.dtype.itemsize
         for start in range(0, tensor.shape[0], step):
