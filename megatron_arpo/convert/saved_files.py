@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
 
 from megatron_arpo.weights.lazy_tensor import StoredTensor, num_bytes
 
@@ -45,12 +44,12 @@ def load_without_bytes(path: Path) -> Any:
 
 
 def _load(file: Any, path: Path) -> Any:
-    safe: list[type | Callable | tuple[Any, str]] = [io.BytesIO]  # Transformer Engine's extra states
-    safe += [(DTensor, "torch.distributed._tensor.api.DTensor")]  # its name before PyTorch 2.5
     try:
-        with FakeTensorMode(), torch.serialization.safe_globals(safe):
+        with FakeTensorMode(), torch.serialization.safe_globals([io.BytesIO]):  # as Transformer Engine keeps extra states
             return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged file makes torch's unpickler and zip reader raise
+        if unknown := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            raise ValueError(f"{path}: holds a {unknown[1]}; only tensors and torch's distributed tensors are read") from error
         raise ValueError(f"{path}: cannot be read ({str(error).splitlines()[0]}); it is truncated or damaged, copy it again") from error
 
 

@@ -6,6 +6,7 @@ come first. Tensors under Hugging Face names already.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def is_fsdp_folder(folder: Path) -> bool:
 
 def read_fsdp(folder: Path) -> dict[str, LazyTensor]:
     """Whole tensors by Hugging Face name. Raises ValueError where ranks are missing or cut in a way that FSDP alone does not cut."""
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns of meshes that are read without their processes
     paths = _rank_files(folder)
     ranks = [load_without_bytes(path) for path in paths]
     return {name: _whole(folder, name, [(path, rank[name]) for path, rank in zip(paths, ranks, strict=True)]) for name in ranks[0]}

@@ -176,5 +176,5 @@ def _check_expert_split(checkpoint: Path, found: dict[str, Any], layout: LayoutS
     if found["ep"] != layout.ep:
         raise ValueError(
             f"actor.layout.ep={layout.ep} but {checkpoint} was written with ep={found['ep']}, and its optimizer goes on with that alone; "
-            f"use ep={found['ep']}, or `megatron-arpo convert` the weights and start another run.dir from them"
+            f"use ep={found['ep']}, or `megatron-arpo convert to-hf` the weights and start another run.dir from them"
         )

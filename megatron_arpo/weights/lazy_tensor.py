@@ -17,7 +17,8 @@ from typing import Protocol
 
 import torch
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 2 << 20
+"""Small enough to stay in a processor's cache between being read and being written; 8 MiB take twice the processor time."""
 
 
 class LazyTensor(Protocol):

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_arpo.bench.random_model import qwen3_config, write_random_model
+from megatron_arpo.cli import main
 from megatron_arpo.convert.open_source import open_source
 from megatron_arpo.convert.verify import compare
 from tests.e2e.commands import ROOT, Command, run
@@ -39,26 +40,29 @@ def aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.tmp")
 
 
-def test_there_and_back(task: Path, tmp_path: Path) -> None:
+def test_there_and_back(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def call(*arguments: object) -> tuple[int, str]:
+        return main(["convert", *map(str, arguments)]), "".join(capsys.readouterr())
 
     model, megatron, back = task / "model", tmp_path / "megatron", tmp_path / "back"
     code, output = run("convert", "to-megatron", str(model), str(megatron))
     assert code == 0 and f"-> {megatron}: " in output, output
     code, output = run("convert", "to-hf", str(megatron), str(back), "--max-shard-gib", "0.001", "--workers", "3")
     assert code == 0, output
-    code, output = run("convert", "verify", str(model), str(back))
+    code, output = call("verify", model, back)
     assert code == 0 and "tensors equal, 0 not" in output, output
     assert AutoTokenizer.from_pretrained(back).decode([5])
     _, loading = AutoModelForCausalLM.from_pretrained(back, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    code, output = run("convert", "to-hf", str(megatron), str(back))
+    code, output = call("to-hf", megatron, back)
     assert code == 2 and "already there; give a new folder or remove it" in output
-    code, output = run("convert", "to-hf", str(megatron), str(tmp_path / "half"), "--dtype", "bfloat16")
+    code, output = call("to-hf", megatron, tmp_path / "half", "--dtype", "bfloat16")
     assert code == 0 and '"bfloat16"' in (tmp_path / "half/config.json").read_text()
-    code, output = run("convert", "verify", str(tmp_path / "half"), str(model))
+    code, output = call("verify", tmp_path / "half", model)
     assert code == 1 and "torch.bfloat16 and torch.float32" in output
-    code, output = run("convert", "verify", str(tmp_path / "half"), str(model), "--dtype", "bfloat16")
+    code, output = call("verify", tmp_path / "half", model, "--dtype", "bfloat16")
     assert code == 0, output
 
 
