@@ -19,6 +19,7 @@ from megatron_arpo.convert.open_source import open_source
 from megatron_arpo.convert.to_hf import convert_to_hf
 from megatron_arpo.convert.to_megatron import convert_to_megatron
 from megatron_arpo.convert.verify import compare
+from megatron_arpo.weights.aside import sync_folder
 from megatron_arpo.weights.lazy_tensor import num_bytes
 
 _MAX_FILE_BYTES = 5 << 30
@@ -145,6 +146,7 @@ def _peaks(num_layers: int, kind: str, model: Path, folder: Path, workers: int) 
     megatron, target = folder / "megatron", folder / "target"
     source = model if kind == "to-megatron" else megatron
     target = megatron if kind == "to-megatron" else folder / "back"
+    os.sync()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         started = time.perf_counter()
         resident, anonymous, file_backed = pool.apply(_convert_and_watch, (kind, source, target, workers))
@@ -192,7 +194,7 @@ def _convert(kind: str, source: Path, target: Path, workers: int) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(target)], check=True)
-    os.sync()
+    sync_folder(target)  # these files alone, as conversion does, and not what others on the machine write
 
 
 def _size(folder: Path) -> int:
