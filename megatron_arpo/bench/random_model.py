@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
 
-from megatron_arpo.families.architecture import Architecture, architecture_from_config
+from megatron_arpo.families.architecture import architecture_from_config
 from megatron_arpo.families.parameters import all_parameters, hf_shapes
 from megatron_arpo.weights.hf_folder import write_hf_folder
 from megatron_arpo.weights.lazy_tensor import num_columns, rows_in_block
@@ -39,8 +40,8 @@ def qwen3_config(*, num_layers: int, hidden_size: int, ffn_hidden_size: int, voc
     }  # fmt: skip
 
 
-def write_random_model(folder: Path, config: dict, workers: int) -> Architecture:
-    """The architecture of the model that is in `folder` then."""
+def write_random_model(folder: Path, config: dict, workers: int) -> None:
+    """Weights of the model's dtype, and config.json."""
     architecture = architecture_from_config(config, "the bench's model")
     names = [
         (name, shape)
@@ -48,9 +49,7 @@ def write_random_model(folder: Path, config: dict, workers: int) -> Architecture
         for name, shape in zip(parameter.hf_names, hf_shapes(parameter.name, architecture), strict=True)
     ]
     dtype = getattr(torch, config["torch_dtype"])
-    config_folder = folder.with_name(f"{folder.name}.config")
-    config_folder.mkdir(parents=True)
-    (config_folder / "config.json").write_text(json.dumps(config))
     tensors = {name: RandomTensor(shape, dtype, seed) for seed, (name, shape) in enumerate(names)}
-    write_hf_folder(folder, tensors, config_folder, workers=workers)
-    return architecture
+    with tempfile.TemporaryDirectory() as config_folder:
+        (Path(config_folder) / "config.json").write_text(json.dumps(config))
+        write_hf_folder(folder, tensors, Path(config_folder), workers=workers)

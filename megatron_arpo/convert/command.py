@@ -27,7 +27,7 @@ def convert(
     else:
         num_tensors, num_bytes = convert_to_megatron(opened, target, workers=workers, max_file_bytes=max_bytes, dtype=cast)
     seconds = time.perf_counter() - started
-    print(f"{opened.kind} {opened.folder} -> {target}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB, in {seconds:.2f} s")
+    print(f"{opened.kind} {opened.folder} -> {target}: {num_tensors} tensors, {num_bytes / 1e9:.3f} GB, in {seconds:.3f} s")
 
 
 def verify(one: Path, other: Path, *, hf_config: Path | None, workers: int, dtype: str | None) -> bool:

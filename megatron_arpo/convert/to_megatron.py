@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +36,7 @@ from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.parameters import Parameter, all_parameters
 from megatron_arpo.weights.aside import written_aside
 from megatron_arpo.weights.block_copy import Placement, write_tensors
-from megatron_arpo.weights.hf_folder import copy_hf_files
+from megatron_arpo.weights.hf_folder import copy_hf_files, set_dtype
 from megatron_arpo.weights.lazy_tensor import LazyTensor, num_bytes
 
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
@@ -74,6 +73,7 @@ def convert_to_megatron(
         weights.mkdir()
         (aside / "hf").mkdir()
         copy_hf_files(source.hf_folder, aside / "hf")
+        set_dtype(aside / "hf/config.json", tensors)
         states = _extra_states(architecture)
         placements, results = _lay_out(weights, items, states, max(workers, -(-total // max_file_bytes)))
         write_tensors(placements, workers)
@@ -164,8 +164,8 @@ def _result(index: MetadataIndex, path: Path, offset: int, length: int) -> Write
 def _container(sizes: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What torch.save writes before and behind the bytes of a tensor. The checksum of those stays zero; torch does not check it."""
     sink = _Sink()
-    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(torch.empty(sizes, dtype=dtype), sink)
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(sizes, dtype=dtype), sink)  # memory that is reserved and never touched
     head, tail = sink.parts
     if sink.skipped_bytes != math.prod(sizes) * dtype.itemsize:
         raise RuntimeError(f"PyTorch {torch.__version__} lays out the files of torch.save in a way that is not known here")

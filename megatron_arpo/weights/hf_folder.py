@@ -36,7 +36,7 @@ def write_hf_folder(
     total = sum(map(num_bytes, tensors.values()))
     with written_aside(target, total) as aside:
         copy_hf_files(config_from, aside)
-        _set_dtype(aside / "config.json", tensors)
+        set_dtype(aside / "config.json", tensors)
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         if len(shards) == 1:
             names = [SINGLE_FILE]
@@ -84,7 +84,7 @@ def _write_header(path: Path, tensors: Mapping[str, LazyTensor]) -> list[Placeme
     return [Placement(path, 8 + len(text) + header[name]["data_offsets"][0], tensor) for name, tensor in ordered]
 
 
-def _set_dtype(config_path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+def set_dtype(config_path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """The dtype of most of the weights, under the name that the file uses; older readers know `torch_dtype` alone."""
     values = json.loads(config_path.read_text(encoding="utf-8"))
     sizes: collections.Counter = collections.Counter()

@@ -59,7 +59,7 @@ def test_a_source_that_is_not_the_model_is_refused(model: Path, tmp_path: Path, 
     change(model, **changed)
     with pytest.raises(ValueError, match=said):
         run(kind, model, tmp_path / "target")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["model", "model.config"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["model"]
 
 
 def test_an_output_layer_that_is_the_embedding_is_left_out(model: Path, tmp_path: Path) -> None:
