@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_arpo.bench.random_model import qwen3_config, write_random_model
 from megatron_arpo.convert.command import convert, verify
@@ -20,7 +21,7 @@ from megatron_arpo.convert.compare import largest_difference
 from megatron_arpo.convert.fuse import fused, split
 from megatron_arpo.convert.open_source import open_source
 from megatron_arpo.convert.saved_files import SavedTensor, load_without_bytes, stored_tensor
-from megatron_arpo.families.architecture import Architecture
+from megatron_arpo.families.architecture import Architecture, Experts
 from megatron_arpo.families.names import to_megatron
 from megatron_arpo.families.parameters import all_parameters, hf_shapes
 from megatron_arpo.weights.lazy_tensor import HeldTensor, read_whole
@@ -163,10 +164,26 @@ def test_the_megatron_checkpoint_is_what_torch_reads(model: Path, tmp_path: Path
             assert torch.equal(found[:70], source["model.embed_tokens.weight"]) and not found[70:].any()
 
 
+def test_layers_that_are_kept_each_by_itself(model: Path, tmp_path: Path) -> None:
+    """As Megatron names them where layers may differ, which verl asks for in mixtures of experts."""
+    run("to-megatron", model, tmp_path / "megatron")
+    path = tmp_path / "megatron/weights/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for key in [key for key in metadata.state_dict_metadata if key.startswith("decoder.layers.") and "_extra_state" not in key]:
+        entry = metadata.state_dict_metadata.pop(key)
+        for chunk in entry.chunks:
+            own = key.replace("layers.", f"layers.{chunk.offsets[0]}.")
+            place = metadata.storage_data.pop(MetadataIndex(key, chunk.offsets))
+            chunk.offsets, chunk.sizes = chunk.offsets[1:], chunk.sizes[1:]
+            metadata.state_dict_metadata[own] = TensorStorageMetadata(entry.properties, entry.size[1:], [chunk])
+            metadata.storage_data[MetadataIndex(own, chunk.offsets)] = place
+    path.write_bytes(pickle.dumps(metadata))
+    run("to-hf", tmp_path / "megatron", tmp_path / "hf")
+    assert verify(model, tmp_path / "hf", hf_config=None, workers=1, dtype=None)
+
+
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_fused_is_the_table_and_split_its_inverse(has_experts: bool) -> None:
-    from megatron_arpo.families.architecture import Experts
-
     architecture = Architecture(
         family="qwen3_moe" if has_experts else "qwen2", num_layers=1, hidden_size=12, ffn_hidden_size=6, num_heads=4, num_kv_heads=2,
         head_dim=3, vocab_size=130, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, max_positions=64, qkv_bias=not has_experts,
