@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_arpo.weights.lazy_tensor import LazyTensor, num_columns, rows_in_block
+from megatron_arpo.weights.lazy_tensor import LazyTensor, num_columns, num_rows, rows_in_block
 
 
 def largest_difference(one: LazyTensor, other: LazyTensor) -> float | None:
@@ -12,10 +12,10 @@ def largest_difference(one: LazyTensor, other: LazyTensor) -> float | None:
     be equal; tensors of two dtypes are never equal, and compared by value."""
     largest = None if one.dtype == other.dtype else 0.0
     step = min(rows_in_block(one), rows_in_block(other))
-    for start in range(0, one.shape[0], step):
+    for start in range(0, num_rows(one), step):
         blocks = []
         for tensor in (one, other):
-            rows = torch.empty((min(step, one.shape[0] - start), num_columns(one)), dtype=tensor.dtype)
+            rows = torch.empty((min(step, num_rows(one) - start), num_columns(one)), dtype=tensor.dtype)
             tensor.read_rows(start, rows)
             blocks.append(rows)
         if one.dtype == other.dtype and torch.equal(*(rows.view(torch.uint8) for rows in blocks)):

@@ -17,6 +17,7 @@ from megatron_arpo.weights.lazy_tensor import LazyTensor, Tile, TiledTensor
 METADATA_FILE = ".metadata"
 LAYERS = "decoder.layers."
 _EXPERTS = "mlp.experts."
+_MODEL = ("decoder.", "embedding.", "output_layer.")
 _KEYS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -36,18 +37,28 @@ def key_name(name: str, has_experts: bool) -> str:
 
 def read_parameters(folder: Path, architecture: Architecture) -> dict[Parameter, LazyTensor]:
     """What `folder`, with .metadata and .distcp files, has of the model, the vocabulary with its padding. Raises ValueError where
-    metadata or files are damaged."""
+    metadata or files are damaged, or hold tensors of a model that the architecture has not."""
     metadata = read_metadata(folder)
-    tiles: dict[tuple[str, tuple[int, ...]], list[Tile]] = {}
+    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    parts: dict[str, dict[tuple[int, ...], list[Tile]]] = {}
     found: dict[Parameter, LazyTensor] = {}
-    for parameter in all_parameters(architecture):
-        for key, lead in _places(parameter):
-            entry = metadata.state_dict_metadata.get(key)
-            if isinstance(entry, TensorStorageMetadata):
-                if (key, lead) not in tiles:
-                    tiles |= _tiles(folder, metadata.storage_data, key, entry, len(lead))
-                found[parameter] = _whole(folder, f"{key} {list(lead)}", entry, len(lead), tiles.get((key, lead), []))
+    for parameter in [*all_parameters(architecture), Parameter("output_layer.weight", None, None)]:
+        for key, lead, counts in _places(parameter, architecture):
+            if key in entries:
+                if tuple(entries[key].size[: len(lead)]) != counts:
+                    raise ValueError(
+                        f"{folder}: {key} is of {' x '.join(map(str, entries[key].size[: len(lead)]))} layers (and experts), config.json "
+                        f"has {' x '.join(map(str, counts))}; use the config.json that belongs to this checkpoint"
+                    )
+                if key not in parts:
+                    parts[key] = _tiles(folder, metadata.storage_data, key, entries[key], len(lead))
+                found[parameter] = _whole(folder, f"{key} {list(lead)}", entries[key], len(lead), parts[key].get(lead, []))
                 break
+    if found and (extra := [key for key in entries if key.startswith(_MODEL) and key not in parts]):
+        raise ValueError(
+            f"{folder}: {extra[0]} is not part of a {architecture.family} model with this config.json; "
+            f"use the config.json that belongs to the weights"
+        )
     return found
 
 
@@ -70,31 +81,34 @@ def read_metadata(folder: Path) -> Any:
     return metadata
 
 
-def _places(parameter: Parameter) -> list[tuple[str, tuple[int, ...]]]:
-    """(key, indices of its leading dimensions) under which a parameter may be kept: layers stacked, or each by itself."""
+def _places(parameter: Parameter, architecture: Architecture) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(key, indices of its leading dimensions, their sizes) under which a parameter may be kept: layers stacked, or each by itself."""
     if parameter.layer is None:
-        return [(parameter.name, ())]
+        return [(parameter.name, (), ())]
     names = [key_name(parameter.name, has_experts=False), *_KEYS.get(parameter.name, ())]
-    expert = () if parameter.expert is None else (parameter.expert,)
+    expert, experts = ((), ()) if parameter.expert is None else ((parameter.expert,), (architecture.experts.num_experts,))
     return [
         place
         for name in dict.fromkeys(names)
-        for place in ((LAYERS + name, (parameter.layer, *expert)), (f"{LAYERS}{parameter.layer}.{name}", expert))
+        for place in (
+            (LAYERS + name, (parameter.layer, *expert), (architecture.num_layers, *experts)),
+            (f"{LAYERS}{parameter.layer}.{name}", expert, experts),
+        )
     ]
 
 
 def _tiles(
     folder: Path, storage: Mapping[MetadataIndex, Any], key: str, entry: TensorStorageMetadata, depth: int
-) -> dict[tuple[str, tuple[int, ...]], list[Tile]]:
-    """The chunks of a key, by key and the indices of its `depth` leading dimensions."""
-    found: dict[tuple[str, tuple[int, ...]], list[Tile]] = {}
+) -> dict[tuple[int, ...], list[Tile]]:
+    """The chunks of a key, by the indices of its `depth` leading dimensions."""
+    found: dict[tuple[int, ...], list[Tile]] = {}
     for chunk in entry.chunks:
         if any(size != 1 for size in chunk.sizes[:depth]):
             raise ValueError(f"{folder}: {key} has chunks of several layers, which is not how Megatron writes them")
         place = storage[MetadataIndex(key, chunk.offsets)]
         part = SavedTensor(folder / place.relative_path, place.offset, place.length, entry.properties.dtype, tuple(chunk.sizes[depth:]))
         row, column = [*chunk.offsets[depth:], 0][:2]
-        found.setdefault((key, tuple(chunk.offsets[:depth])), []).append(Tile(part, row, column))
+        found.setdefault(tuple(chunk.offsets[:depth]), []).append(Tile(part, row, column))
     return found
 
 

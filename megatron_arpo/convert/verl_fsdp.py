@@ -28,6 +28,9 @@ def read_fsdp(folder: Path) -> dict[str, LazyTensor]:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)  # warns of meshes that are read without their processes
     paths = _rank_files(folder)
     ranks = [load_without_bytes(path) for path in paths]
+    for path, rank in zip(paths, ranks, strict=True):
+        if rank.keys() != ranks[0].keys():
+            raise ValueError(f"{path}: has other tensors than {paths[0].name}; copy the files of all ranks of one checkpoint")
     return {name: _whole(folder, name, [(path, rank[name]) for path, rank in zip(paths, ranks, strict=True)]) for name in ranks[0]}
 
 

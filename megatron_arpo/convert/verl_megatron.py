@@ -35,6 +35,9 @@ def read_ranks(folder: Path) -> dict[Parameter, LazyTensor]:
     for chunk in range(len(loaded[0, 0])):
         for stage in range(pp):
             layers = {int(match[1]) for key in loaded[0, stage][chunk] if (match := _LAYER.fullmatch(key))}
+            for rank in range(1, tp):
+                if loaded[rank, stage][chunk].keys() != loaded[0, stage][chunk].keys():
+                    raise ValueError(f"{files[rank, stage]}: has other tensors than {files[0, stage]}; copy all ranks of one checkpoint")
             for key in loaded[0, stage][chunk]:
                 if not key.endswith(_NOT_WEIGHTS):
                     parts = [(files[rank, stage], loaded[rank, stage][chunk][key]) for rank in range(tp)]

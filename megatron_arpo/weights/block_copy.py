@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_arpo.weights.lazy_tensor import LazyTensor, bytes_of, num_columns, rows_in_block
+from megatron_arpo.weights.lazy_tensor import LazyTensor, bytes_of, num_columns, num_rows, rows_in_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ def _blocks(placements: Sequence[Placement], descriptors: dict[Path, int]) -> It
     for placement in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*by_file.values()))):
         tensor, step = placement.tensor, rows_in_block(placement.tensor)
         row_bytes = num_columns(tensor) * tensor.dtype.itemsize
-        for start in range(0, tensor.shape[0], step):
+        for start in range(0, num_rows(tensor), step):
             yield _Block(
-                descriptors[placement.path], placement.offset + start * row_bytes, tensor, start, min(step, tensor.shape[0] - start)
+                descriptors[placement.path], placement.offset + start * row_bytes, tensor, start, min(step, num_rows(tensor) - start)
             )
 
 

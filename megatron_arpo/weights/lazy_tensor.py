@@ -30,6 +30,10 @@ class LazyTensor(Protocol):
         naming the file where it ends too early."""
 
 
+def num_rows(tensor: LazyTensor) -> int:
+    return tensor.shape[0] if tensor.shape else 1
+
+
 def num_columns(tensor: LazyTensor) -> int:
     return math.prod(tensor.shape[1:])
 
@@ -45,7 +49,7 @@ def rows_in_block(tensor: LazyTensor) -> int:
 
 def read_whole(tensor: LazyTensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    rows = whole.view(tensor.shape[0], num_columns(tensor))
+    rows = whole.view(num_rows(tensor), num_columns(tensor))
     step = rows_in_block(tensor)
     for start in range(0, len(rows), step):
         tensor.read_rows(start, rows[start : start + step])
@@ -95,7 +99,7 @@ class HeldTensor:
         return tuple(self.tensor.shape)
 
     def read_rows(self, start: int, out: torch.Tensor) -> None:
-        out.copy_(self.tensor[start : start + len(out)].reshape(out.shape))
+        out.copy_(torch.atleast_1d(self.tensor)[start : start + len(out)].reshape(out.shape))
 
 
 @dataclass(frozen=True, slots=True)

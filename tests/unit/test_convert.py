@@ -137,8 +137,11 @@ def test_a_config_of_another_model(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"should make a tensor of shape \(128, 256\) by config\.json, found \(96, 256\)"):
         open_source(tmp_path / "megatron")
     path.write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))
-    with pytest.raises(ValueError, match=r"linear_qkv\.layer_norm_weight \[2\] is not whole|is missing"):
-        run("to-hf", tmp_path / "megatron", tmp_path / "target")
+    with pytest.raises(ValueError, match=r"layer_norm_weight is of 2 layers \(and experts\), config\.json has 3"):
+        open_source(tmp_path / "megatron")
+    path.write_text(json.dumps(CONFIG | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"decoder\.layers\.self_attention\.q_layernorm\.weight is not part of a llama model"):
+        open_source(tmp_path / "megatron")
 
 
 def test_the_megatron_checkpoint_is_what_torch_reads(model: Path, tmp_path: Path) -> None:
@@ -208,6 +211,7 @@ def test_largest_difference() -> None:
     assert math.isnan(largest_difference(HeldTensor(one), HeldTensor(one * torch.nan)))
     nans = HeldTensor(one * torch.nan)
     assert largest_difference(nans, nans) is None
+    assert largest_difference(HeldTensor(torch.tensor(2.0)), HeldTensor(torch.tensor(2.5))) == 0.5
 
 
 def test_verify_of_a_tied_model_counts_the_output_layer_as_the_embedding(model: Path, tmp_path: Path, capsys) -> None:
