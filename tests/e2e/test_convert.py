@@ -73,7 +73,7 @@ if __name__ == "__main__":
     engine = LLM(model=sys.argv[1], max_model_len=64, enforce_eager=True)
     found = engine.generate({"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=1, temperature=0, logprobs=1))[0].outputs[0]
     ((token, logprob),) = ((token, one.logprob) for token, one in found.logprobs[0].items() if token == found.token_ids[0])
-    print("token", token, logprob)
+    open(sys.argv[2], "w").write(f"{token} {logprob}")
 """
 
 
@@ -85,11 +85,12 @@ def test_vllm_loads_the_shards(task: Path, tmp_path: Path) -> None:
     assert main(["convert", "to-hf", str(tmp_path / "megatron"), str(tmp_path / "hf"), "--max-shard-gib", "0.001"]) == 0
     (tmp_path / "one_token.py").write_text(_ONE_TOKEN)
     found = subprocess.run(
-        [sys.executable, str(tmp_path / "one_token.py"), str(tmp_path / "hf")], capture_output=True, text=True, timeout=200,
+        [sys.executable, str(tmp_path / "one_token.py"), str(tmp_path / "hf"), str(tmp_path / "found")],
+        capture_output=True, text=True, timeout=200,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-3000:]
-    token, logprob = found.stdout.split("token ")[-1].split()
+    token, logprob = (tmp_path / "found").read_text().split()
     logits = AutoModelForCausalLM.from_pretrained(task / "model", dtype="auto")(torch.tensor([[5, 6, 7]])).logits[0, -1].float()
     assert logits.argmax() == int(token)
     assert logits.log_softmax(-1)[int(token)].item() == pytest.approx(float(logprob), abs=0.02)
