@@ -1,7 +1,7 @@
 """The command line. Arguments are read and files are checked before anything heavy is imported.
 
-Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a failure while running or what doctor misses, 130
-interrupted.
+Exit codes: 0 done, 2 wrong input (one sentence for each problem on stderr), 1 a failure while running, what doctor misses or what
+convert verify finds, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"megatron-arpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("megatron-arpo: interrupted; start the same command again to go on from the last checkpoint", file=sys.stderr)
+        print(f"megatron-arpo: interrupted; {options.interrupted}", file=sys.stderr)
         return 130
     except Exception as error:  # the end of the program: whatever went wrong is shown whole, and then in one line
         traceback.print_exc()
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="megatron-arpo", description="Agentic reinforcement learning of large models on Megatron-Core.")
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(interrupted="start the same command again to go on from the last checkpoint")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, function, purpose in (
         ("sft", _sft, "fine-tune on demonstrations (cold start)"),
@@ -59,10 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", type=Path, metavar="CONFIG.yaml")
         command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace those of the file")
         command.set_defaults(command=function)
-    convert = commands.add_parser("convert", help="checkpoint to a Hugging Face folder", description="Checkpoint to a Hugging Face folder.")
-    convert.add_argument("source", type=Path, metavar="SRC", help="run folder or checkpoints/step_* folder")
-    convert.add_argument("target", type=Path, metavar="DST", help="new folder")
-    convert.set_defaults(command=_convert)
+    _add_convert(commands)
     bench = commands.add_parser("bench", help="measure and compare", description="Measure and compare, side by side in one run.")
     bench.add_argument("name", choices=sorted(_BENCHES), metavar="NAME", help=", ".join(sorted(_BENCHES)))
     bench.add_argument("--quick", action="store_true", help="smaller sizes; ends within 120 s on two cores")
@@ -79,8 +77,51 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    purpose = "convert checkpoints between Hugging Face and Megatron, and compare them"
+    kinds = commands.add_parser("convert", help=purpose, description=purpose[0].upper() + purpose[1:] + ".").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    source = "Hugging Face folder, run folder, checkpoints/step_* folder, torch_dist folder, or verl's actor folder"
+    for name, purpose in (
+        ("to-hf", "write a folder that transformers and vLLM load"),
+        ("to-megatron", "write a dist-checkpoint that any layout loads"),
+        ("verify", "compare two checkpoints tensor by tensor; ends with 1 where they differ"),
+    ):
+        kind = kinds.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        kind.add_argument("source", type=Path, metavar="A" if name == "verify" else "SRC", help=source)
+        kind.add_argument(
+            "target", type=Path, metavar="B" if name == "verify" else "DST", help="the same" if name == "verify" else "new folder"
+        )
+        kind.add_argument("--hf-config", type=Path, metavar="FOLDER", help="config.json and tokenizer, where not those of the checkpoint")
+        kind.add_argument(
+            "--dtype", choices=("float32", "bfloat16", "float16"), help="cast the tensors to it; they are kept as they are without"
+        )
+        kind.add_argument(
+            "--workers", type=_positive(int), default=min(4, len(os.sched_getaffinity(0))), metavar="N", help="threads; default %(default)s"
+        )
+        if name != "verify":
+            kind.add_argument(
+                "--max-shard-gib", type=_positive(float), default=5.0, metavar="GIB", help="size of a weight file; default %(default)s"
+            )
+        interrupted = "nothing was left behind, start the same command again"
+        kind.set_defaults(command=_verify if name == "verify" else _convert, kind=name, interrupted=interrupted)
+
+
+def _positive(kind: type) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+        return value
+
+    number.__name__ = kind.__name__  # what argparse says of text that is no number
+    return number
+
+
 _BENCHES = {
     "actor-tree": "megatron_arpo.bench.actor_tree",
+    "convert": "megatron_arpo.bench.convert",
     "data": "megatron_arpo.bench.data",
     "sync": "megatron_arpo.bench.sync",
 }
@@ -185,10 +226,19 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from megatron_arpo.convert.checkpoint_to_hf import convert_checkpoint
+    from megatron_arpo.convert.command import convert
 
-    convert_checkpoint(options.source, options.target)
-    print(f"model in {options.target}")
+    convert(
+        options.kind, options.source, options.target, hf_config=options.hf_config, workers=options.workers,
+        max_shard_gib=options.max_shard_gib, dtype=options.dtype,
+    )  # fmt: skip
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from megatron_arpo.convert.command import verify
+
+    same = verify(options.source, options.target, hf_config=options.hf_config, workers=options.workers, dtype=options.dtype)
+    return 0 if same else 1
 
 
 def _score(options: argparse.Namespace) -> None:

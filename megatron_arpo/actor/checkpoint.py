@@ -82,11 +82,6 @@ def _fingerprints(chunks: Sequence[torch.nn.Module]) -> dict[str, float]:
     }
 
 
-def load_model_only(chunks: Sequence[torch.nn.Module], folder: Path) -> None:
-    """Weights without the optimizer, for conversion."""
-    _load_model(chunks, _load({"model": _model_state(chunks, _METADATA)}, folder)["model"])
-
-
 def _load_model(chunks: Sequence[torch.nn.Module], loaded: dict[str, Any]) -> None:
     for index, model in enumerate(unwrap_all(chunks)):
         model.load_state_dict(loaded[str(index)])

@@ -162,6 +162,8 @@ def _block_spec(config: TransformerConfig, implementation: LayerImplementation, 
         if config.qk_layernorm:
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.num_moe_experts:  # Megatron names this norm as if it were fused into a dense MLP, Transformer Engine's layers do not
+            del layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     layer.submodules.self_attention.submodules.core_attention = TreeCoreAttention
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=final_norm)
 

@@ -18,6 +18,7 @@ from megatron_arpo.config.run import RunConfig
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.metrics import MetricsFile
 from megatron_arpo.types import RunState
+from megatron_arpo.weights.aside import sync, sync_folder
 from megatron_arpo.weights.hf_folder import copy_hf_files
 
 _STATE_FILE = "state.json"
@@ -121,7 +122,7 @@ class RunFolder:
                 command=command, state=state, architecture=dataclasses.asdict(architecture), layout=config.actor.layout.model_dump()
             )
             (aside / _STATE_FILE).write_text(json.dumps(dataclasses.asdict(found), indent=1))
-            _sync_to_disk(aside)
+            sync_folder(aside)
         except BaseException as error:
             free = shutil.disk_usage(parent).free
             shutil.rmtree(aside, ignore_errors=True)
@@ -134,7 +135,7 @@ class RunFolder:
             raise
         _remove_checkpoint(target)
         aside.rename(target)
-        _sync(parent)
+        sync(parent)
         for old in self.checkpoints()[: -config.run.keep_checkpoints]:
             _remove_checkpoint(old)
         return target
@@ -183,18 +184,5 @@ def _check_expert_split(checkpoint: Path, found: dict[str, Any], layout: LayoutS
     if found["ep"] != layout.ep:
         raise ValueError(
             f"actor.layout.ep={layout.ep} but {checkpoint} was written with ep={found['ep']}, and its optimizer goes on with that alone; "
-            f"use ep={found['ep']}, or `megatron-arpo convert` the weights and start another run.dir from them"
+            f"use ep={found['ep']}, or `megatron-arpo convert to-hf` the weights and start another run.dir from them"
         )
-
-
-def _sync_to_disk(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

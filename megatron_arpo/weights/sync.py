@@ -22,6 +22,7 @@ from megatron_arpo.engine.transport.base import BroadcastRoute, Connection, Cuda
 from megatron_arpo.engine.transport.files import create_files
 from megatron_arpo.observe.progress import say
 from megatron_arpo.types import WeightManifest
+from megatron_arpo.weights.bucket_folder import create_shards, write_config
 from megatron_arpo.weights.peers import Peers, call
 from megatron_arpo.weights.plan import Need, SyncPlan, hull_of, make_plan, merge_checksums
 
@@ -136,13 +137,11 @@ class WeightSync:
         match self._weights.transport:
             case "shared_memory" | "checkpoint":
                 self._folder = self._new_folder()
-                route = FilesRoute(folder=self._folder, staged=self._weights.keep_old)
                 try:
-                    create_files(route, self.plan.buckets)
+                    return self._create_files()
                 except BaseException:
                     self.close()
                     raise
-                return route
             case "broadcast":
                 host, port = next(filter(None, call(self._actors, "sync_store")))
                 return BroadcastRoute(
@@ -154,6 +153,15 @@ class WeightSync:
                 )
             case "cuda_ipc":
                 return CudaIpcRoute()
+
+    def _create_files(self) -> FilesRoute:
+        buckets = self.plan.buckets
+        if not self._weights.keep_old:
+            return create_files(self._folder, buckets)
+        route = create_shards(self._folder, buckets)
+        if self._weights.transport == "checkpoint":
+            write_config(self._folder, buckets, self._model.path)
+        return route
 
     def _new_folder(self) -> Path:
         if self._weights.transport == "shared_memory":

@@ -270,8 +270,8 @@ def check(job: dict, rank: int) -> tuple[dict, dict[str, dict]]:
     return found, tensors
 
 
-def run_rank(rank: int, world_size: int, job_path: Path, log_path: Path) -> None:
-    """The whole of one process; what it prints goes to `log_path`."""
+def join_ranks(rank: int, world_size: int, job_path: Path, log_path: Path) -> dict:
+    """The job, once this process is one of its ranks; what it prints goes to `log_path`."""
     log = log_path.open("w")
     os.dup2(log.fileno(), sys.stderr.fileno())
     faulthandler.enable(log)
@@ -280,8 +280,18 @@ def run_rank(rank: int, world_size: int, job_path: Path, log_path: Path) -> None
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(job_path.with_suffix(".store")), world_size)
     layout.initialize(ActorSettings(layout=job["layout"]).layout, store, rank, world_size, seed=0)
-    found, tensors = check(job, rank)
-    torch.save(tensors, job_path.with_suffix(f".rank{rank}.pt"))
+    return job
+
+
+def leave_ranks(rank: int, job_path: Path, found: dict) -> None:
     job_path.with_suffix(f".rank{rank}").write_text(json.dumps(found))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def run_rank(rank: int, world_size: int, job_path: Path, log_path: Path) -> None:
+    """The whole of one process."""
+    job = join_ranks(rank, world_size, job_path, log_path)
+    found, tensors = check(job, rank)
+    torch.save(tensors, job_path.with_suffix(f".rank{rank}.pt"))
+    leave_ranks(rank, job_path, found)

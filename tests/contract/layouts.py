@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -163,13 +164,7 @@ class LayoutRuns:
         }
         job_path.write_text(json.dumps(job))
         world_size = LayoutSettings(**LAYOUTS[name]).world_size
-        logs = [job_path.with_suffix(f".rank{rank}.log") for rank in range(world_size)]
-        ranks = [_FORKS.Process(target=run_rank, args=(rank, world_size, job_path, log)) for rank, log in enumerate(logs)]
-        for rank in ranks:
-            rank.start()
-        _wait_for(ranks, timeout_s=200.0)
-        assert all(rank.exitcode == 0 for rank in ranks), name + "\n".join(log.read_text()[-3000:] for log in logs)
-        self._ranks[name] = [json.loads(job_path.with_suffix(f".rank{rank}").read_text()) for rank in range(world_size)]
+        self._ranks[name] = run_ranks(run_rank, world_size, job_path)
         merged: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for rank in range(world_size):
             for family, kinds in torch.load(job_path.with_suffix(f".rank{rank}.pt")).items():
@@ -178,6 +173,17 @@ class LayoutRuns:
                     assert not known.keys() & tensors.keys(), "two ranks wrote the same tensor"
                     known.update(tensors)
         self._tensors[name] = merged
+
+
+def run_ranks(function: Callable[[int, int, Path, Path], None], world_size: int, job_path: Path) -> list[dict]:
+    """What each rank found; `function` is the whole of one process and writes it beside the job."""
+    logs = [job_path.with_suffix(f".rank{rank}.log") for rank in range(world_size)]
+    ranks = [_FORKS.Process(target=function, args=(rank, world_size, job_path, log)) for rank, log in enumerate(logs)]
+    for rank in ranks:
+        rank.start()
+    _wait_for(ranks, timeout_s=200.0)
+    assert all(rank.exitcode == 0 for rank in ranks), job_path.stem + "\n".join(log.read_text()[-3000:] for log in logs)
+    return [json.loads(job_path.with_suffix(f".rank{rank}").read_text()) for rank in range(world_size)]
 
 
 def _wait_for(ranks: list[BaseProcess], timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -62,9 +63,10 @@ def sides(num_actors: int, num_engines: int, tp: int, folder: Path, settings: di
         actors = stack.enter_context(ProcessPeers([partial(RowActor, rank, num_actors, model(1.0)) for rank in range(num_actors)]))
         workers = stack.enter_context(ProcessPeers([partial(PlainWorker, rank, "cpu") for _ in range(num_engines) for rank in range(tp)]))
         engines = PlainEngines(workers, num_engines, tp)
+        (folder / "config.json").write_text("{}")
         weights = WeightSettings(verify="checksum", bucket_bytes=2**20, **settings)
         sync = WeightSync(
-            actors, engines, weights, ModelSettings(path=Path("m")), EngineSettings(tp=tp), num_kv_heads=NUM_KV_HEADS, run_folder=folder
+            actors, engines, weights, ModelSettings(path=folder), EngineSettings(tp=tp), num_kv_heads=NUM_KV_HEADS, run_folder=folder
         )
         stack.callback(sync.close)
         yield sync, actors, workers, engines
@@ -113,6 +115,8 @@ def test_the_folder_is_one_that_transformers_would_read(tmp_path: Path) -> None:
     with sides(2, 1, 1, tmp_path, TRANSPORTS["folder"]) as (sync, _, _, _):
         sync.push(1, [])
         found = {}
-        for shard in sorted(tmp_path.rglob("*.safetensors")):
-            found |= load_file(shard)
+        (index,) = tmp_path.rglob("model.safetensors.index.json")
+        for shard in set(json.loads(index.read_text())["weight_map"].values()):
+            found |= load_file(index.parent / shard)
+        assert json.loads((index.parent / "config.json").read_text())["torch_dtype"] == "float32"
         assert found.keys() == model(1.0).keys() and all(torch.equal(found[name], tensor) for name, tensor in model(1.0).items())

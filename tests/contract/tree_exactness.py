@@ -38,8 +38,8 @@ LOSSES = st.builds(
 def main() -> None:
     prepare()
     layout.initialize(LayoutSettings(), torch.distributed.HashStore(), rank=0, world_size=1, seed=0)
-    with tempfile.TemporaryDirectory() as folder:
-        actor = Actor(make_models(Path(folder))[sys.argv[1]], ActorSettings(optimizer=GENTLE_SGD, logits_chunk_tokens=16))
+    folder = tempfile.TemporaryDirectory()  # until the last check: the actor reads its first weights again and again
+    actor = Actor(make_models(Path(folder.name))[sys.argv[1]], ActorSettings(optimizer=GENTLE_SGD, logits_chunk_tokens=16))
     actor.load(factor=1.1)
     reference = ReferencePolicy(actor.updater.chunks)
 
@@ -74,6 +74,7 @@ def main() -> None:
             assert largest_difference(gradients, found["flat"][1]) < 1e-5, largest_difference(gradients, found["flat"][1])
 
     check()
+    folder.cleanup()
     torch.distributed.destroy_process_group()
 
 

@@ -159,11 +159,13 @@ def test_checkpoint_of_another_architecture(config: dict, task: Path, tmp_path: 
 
 
 def test_convert_of_what_is_no_checkpoint(tmp_path: Path) -> None:
-    code, output = run("convert", str(tmp_path), str(tmp_path / "out"))
+    code, output = run("convert", "to-hf", str(tmp_path), str(tmp_path / "out"))
     assert code == 2 and "not a checkpoint" in output and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", [[], ["sft"], ["train"], ["eval"], ["convert"], ["score"], ["check-config"], ["doctor"]])
+@pytest.mark.parametrize(
+    "command", [[], ["sft"], ["train"], ["eval"], ["convert"], ["convert", "to-hf"], ["score"], ["check-config"], ["doctor"]]
+)
 def test_help_is_quick(command: list[str]) -> None:
     started = time.monotonic()
     code, output = run(*command, "--help")

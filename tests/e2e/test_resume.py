@@ -128,17 +128,19 @@ def test_a_checkpoint_goes_on_in_another_layout(task: Path, recorded: Path, undi
 
 
 def test_convert_gives_the_weights_of_the_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
-    code, output = run("convert", str(undisturbed / "run"), str(tmp_path / "hf"))
+    code, output = run("convert", "to-hf", str(undisturbed / "run"), str(tmp_path / "hf"))
     assert code == 0, output
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported, ours = load_file(undisturbed / "run/hf/model.safetensors"), load_file(tmp_path / "hf/model.safetensors")
     assert exported.keys() == ours.keys() and all((exported[name] == ours[name]).all() for name in ours)
+    code, output = run("convert", "verify", str(undisturbed / "run"), str(undisturbed / "run/hf"))
+    assert code == 0 and "not: Megatron dist-checkpoint" in output, output
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([5]) and model.num_parameters() > 1_000_000
-    code, output = run("convert", str(undisturbed / "run"), str(tmp_path / "hf"))
+    code, output = run("convert", "to-hf", str(undisturbed / "run"), str(tmp_path / "hf"))
     assert code == 2 and "already there" in output
 
 
@@ -160,7 +162,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(task: Path, recorded: 
         left = sorted(one.name for one in (small / "run/checkpoints").iterdir())
         assert left == ["step_000002"]
         assert json.loads((small / "run/checkpoints/step_000002/state.json").read_text())["state"]["step"] == 2
-        code, output = run("convert", str(small / "run"), str(tmp_path / "hf"))
+        code, output = run("convert", "to-hf", str(small / "run"), str(tmp_path / "hf"))
         assert code == 0, output
     finally:
         subprocess.run(["umount", str(small)], check=True)

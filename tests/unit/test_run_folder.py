@@ -47,7 +47,7 @@ def test_a_checkpoint_keeps_state_and_layout(tmp_path: Path) -> None:
         ("sft", (), "holds a run of 'train', not of 'sft'"),
         ("train", ("run.seed=1",), "run.seed=1 but .* was made with 0"),
         ("train", ("run.resume=false",), "run.resume is false"),
-        ("train", ("actor.layout.ep=1",), "actor.layout.ep=1 but .* was written with ep=2.*use ep=2, or `megatron-arpo convert`"),
+        ("train", ("actor.layout.ep=1",), "actor.layout.ep=1 but .* was written with ep=2.*use ep=2, or `megatron-arpo convert to-hf`"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, command: str, overrides: tuple[str, ...], said: str) -> None:

@@ -55,8 +55,15 @@ class FilesRoute(_Plain):
 
     kind: Literal["files"] = "files"
     folder: Path
-    staged: bool
-    """A file for every bucket, a safetensors shard each, instead of IN_FLIGHT files used in turn."""
+    names: tuple[str, ...]
+    """Of each bucket's file, or empty where IN_FLIGHT files are used in turn."""
+
+    starts: tuple[int, ...]
+    """Bytes of each named file before its bucket."""
+
+    @property
+    def staged(self) -> bool:
+        return bool(self.names)
 
 
 class BroadcastRoute(_Plain):

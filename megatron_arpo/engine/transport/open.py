@@ -16,7 +16,7 @@ def open_outbox(route: Route, buckets: Sequence[Bucket], rank: int, device: torc
         case FilesRoute():
             from megatron_arpo.engine.transport.files import FilesOutbox
 
-            return FilesOutbox(route, buckets)
+            return FilesOutbox(route)
         case BroadcastRoute():
             from megatron_arpo.engine.transport.broadcast import BroadcastOutbox
 
@@ -33,7 +33,7 @@ def open_inbox(route: Route, buckets: Sequence[Bucket], mailbox: int, device: to
         case FilesRoute():
             from megatron_arpo.engine.transport.files import FilesInbox
 
-            return FilesInbox(route, buckets)
+            return FilesInbox(route)
         case BroadcastRoute():
             from megatron_arpo.engine.transport.broadcast import BroadcastInbox
 
