@@ -36,7 +36,8 @@ from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.families.parameters import Parameter, all_parameters
 from megatron_arpo.weights.aside import written_aside
 from megatron_arpo.weights.block_copy import Placement, write_tensors
-from megatron_arpo.weights.hf_folder import copy_hf_files, dtype_of_most, set_dtype
+from megatron_arpo.weights.hf_files import copy_hf_files
+from megatron_arpo.weights.hf_folder import dtype_of_most, set_dtype
 from megatron_arpo.weights.lazy_tensor import LazyTensor, num_bytes
 
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}

@@ -19,7 +19,7 @@ from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.observe.metrics import MetricsFile
 from megatron_arpo.types import RunState
 from megatron_arpo.weights.aside import sync, sync_folder
-from megatron_arpo.weights.hf_folder import copy_hf_files
+from megatron_arpo.weights.hf_files import copy_hf_files, fingerprint
 
 _STATE_FILE = "state.json"
 
@@ -97,6 +97,11 @@ class RunFolder:
         if found.state.seed != config.run.seed:
             raise ValueError(f"run.seed={config.run.seed} but {checkpoint} was made with {found.state.seed}; use that or another run.dir")
         _check_expert_split(checkpoint, found.layout, config.actor.layout)
+        if config.algorithm.loss.kl_coef and found.model != fingerprint(config.model.path):
+            raise ValueError(
+                f"algorithm.loss.kl_coef={config.algorithm.loss.kl_coef}: model.path={config.model.path} is the reference and has other "
+                f"weights than the model that {checkpoint} began with; use that one, or another run.dir"
+            )
         return StartingPoint(checkpoint, found.state)
 
     def _checkpoint_bytes(self) -> int:
@@ -119,7 +124,11 @@ class RunFolder:
             copy_hf_files(config.model.path, aside / "hf")
             write_weights(aside / "weights")
             found = CheckpointState(
-                command=command, state=state, architecture=dataclasses.asdict(architecture), layout=config.actor.layout.model_dump()
+                command=command,
+                state=state,
+                architecture=dataclasses.asdict(architecture),
+                layout=config.actor.layout.model_dump(),
+                model=fingerprint(config.model.path),
             )
             (aside / _STATE_FILE).write_text(json.dumps(dataclasses.asdict(found), indent=1))
             sync_folder(aside)
@@ -149,12 +158,14 @@ def _remove_checkpoint(folder: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """What state.json of a checkpoint says: the command that wrote it, how far it was, of which model and in which layout."""
+    """What state.json of a checkpoint says: the command that wrote it, how far it was, of which model and in which layout. `model`
+    is the fingerprint of the weights that the run began with."""
 
     command: str
     state: RunState
     architecture: dict[str, Any]
     layout: dict[str, Any]
+    model: str
 
 
 def read_checkpoint(checkpoint: Path) -> CheckpointState:

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_arpo.engine.buckets import Bucket
 from megatron_arpo.engine.transport.base import FilesRoute
 from megatron_arpo.engine.transport.files import create_files
-from megatron_arpo.weights.hf_folder import copy_hf_files, set_dtype, shard_name, write_index
+from megatron_arpo.weights.hf_files import copy_hf_files
+from megatron_arpo.weights.hf_folder import set_dtype, shard_name, write_index
 from megatron_arpo.weights.safetensors_header import Entry, header
 
 

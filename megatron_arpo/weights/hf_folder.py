@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,14 +11,11 @@ import torch
 
 from megatron_arpo.weights.aside import written_aside
 from megatron_arpo.weights.block_copy import Placement, write_tensors
+from megatron_arpo.weights.hf_files import copy_hf_files
 from megatron_arpo.weights.lazy_tensor import LazyTensor, num_bytes
 from megatron_arpo.weights.safetensors_folder import INDEX_FILE, SINGLE_FILE
 from megatron_arpo.weights.safetensors_header import Entry, header
 
-_HF_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-    "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "added_tokens.json",
-)  # fmt: skip
 DEFAULT_SHARD_GIB = 5.0
 
 
@@ -53,13 +49,6 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def copy_hf_files(source: Path, target: Path) -> None:
-    """Config and tokenizer of a Hugging Face folder, so that the target needs no other folder to be used."""
-    for name in _HF_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
 
 
 def _sharded(tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> Sequence[Mapping[str, LazyTensor]]:

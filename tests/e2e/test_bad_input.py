@@ -147,7 +147,7 @@ def test_checkpoint_of_another_architecture(config: dict, task: Path, tmp_path: 
     checkpoint.mkdir(parents=True)
     other = json.loads((task / "model/config.json").read_text())
     state = {"step": 1, "weight_version": 1, "cursor": [0, 4], "seed": 0}
-    saved = {"command": "train", "state": state, "architecture": {"family": "qwen3", "num_layers": 28}, "layout": {"ep": 1}}
+    saved = {"command": "train", "state": state, "architecture": {"family": "qwen3", "num_layers": 28}, "layout": {"ep": 1}, "model": ""}
     (checkpoint / "state.json").write_text(json.dumps(saved))
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))

@@ -47,13 +47,16 @@ def test_a_checkpoint_keeps_state_and_layout(tmp_path: Path) -> None:
         ("sft", (), "holds a run of 'train', not of 'sft'"),
         ("train", ("run.seed=1",), "run.seed=1 but .* was made with 0"),
         ("train", ("run.resume=false",), "run.resume is false"),
+        ("train", ("algorithm.loss.kl_coef=0.1",), "is the reference and has other weights than the model that .* began with"),
         ("train", ("actor.layout.ep=1",), "actor.layout.ep=1 but .* was written with ep=2.*use ep=2, or `megatron-arpo convert to-hf`"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path, command: str, overrides: tuple[str, ...], said: str) -> None:
     split = ("actor.layout.dp=2", "actor.layout.ep=2")
-    with closing(folder_with_checkpoint(tmp_path, *split)) as folder, pytest.raises(ValueError, match=said):
-        folder.starting_point(command, config(tmp_path, *split, *overrides), ARCHITECTURE)
+    with closing(folder_with_checkpoint(tmp_path, *split)) as folder:
+        (tmp_path / "model.safetensors").write_bytes(b"another model")
+        with pytest.raises(ValueError, match=said):
+            folder.starting_point(command, config(tmp_path, *split, *overrides), ARCHITECTURE)
 
 
 def test_damaged_state_is_named(tmp_path: Path) -> None:
