@@ -48,11 +48,15 @@ def weights_of(model: Path, factor: float) -> dict[str, torch.Tensor]:
 
 
 @asynccontextmanager
-async def syncing(engine: Engine, tensors: dict[str, torch.Tensor], **settings: Any) -> AsyncIterator[tuple[WeightSync, list[RowActor]]]:
+async def syncing(
+    engine: Engine, tensors: dict[str, torch.Tensor], tp: int = 1, **settings: Any
+) -> AsyncIterator[tuple[WeightSync, list[RowActor]]]:
     """A sync of two actor ranks with the engine, to be pushed in another thread."""
     actors = ThreadPeers([RowActor(rank, 2, tensors) for rank in range(2)])
     weights = WeightSettings(verify="checksum", tries=1, bucket_bytes=2**20, **settings)
-    made = partial(WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"), EngineSettings())
+    made = partial(
+        WeightSync, actors, EnginePeers([engine]), weights, ModelSettings(path=Path("m"), dtype="float32"), EngineSettings(tp=tp)
+    )
     sync = await asyncio.to_thread(made, num_kv_heads=2, run_folder=Path())
     try:
         yield sync, actors.objects
@@ -119,10 +123,10 @@ def test_scripted(model: Path) -> None:
 
 
 @asynccontextmanager
-async def vllm(model: Path) -> AsyncIterator[Engine]:
+async def vllm(model: Path, tp: int = 1) -> AsyncIterator[Engine]:
     from megatron_arpo.engine.vllm import VllmEngine
 
-    engine = await VllmEngine.start(model, "float32", EngineSettings(max_model_len=512, kv_cache_gib=0.25, top_logprobs=20))
+    engine = await VllmEngine.start(model, "float32", EngineSettings(max_model_len=512, kv_cache_gib=0.25, top_logprobs=20, tp=tp))
     try:
         yield engine
     finally:
@@ -251,6 +255,23 @@ async def check_update_in_flight(engine: Engine, weights: dict[str, torch.Tensor
         assert max(off) < 1e-3, off
     else:
         assert max(off) > 1e-3, "kept keys and values are those of the old weights"
+
+
+@pytest.mark.slow
+def test_vllm_of_two_ranks_gets_its_slices_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over process groups, that bring each rank what the plan says it keeps, into memory that is zero elsewhere."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "CRITICAL")
+    weights = weights_of(model, 1.3)
+
+    async def check() -> None:
+        async with vllm(model, tp=2) as engine, syncing(engine, weights, tp=2, transport="broadcast") as (sync, _):
+            values = await push(sync, 1)
+            assert await engine.score(PROMPT) == pytest.approx(reference(model, weights), abs=1e-4)
+            whole = sum(tensor.nbytes for tensor in weights.values())
+            assert whole < values["bytes"] < 1.02 * whole, "norms go to both ranks, all else to one"
+
+    asyncio.run(check())
 
 
 @pytest.mark.slow
