@@ -120,7 +120,7 @@ def measure(quick: bool) -> BenchReport:
     for case in CASES:
         with open_sides(case, architecture_of(8, quick)) as sides:
             for transport, settings in _TRANSPORTS.items():
-                row, bandwidth, needed = _syncs(sides, case, transport, settings, bucket_bytes, copy_gb_s)
+                row, bandwidth, needed = measure_case(sides, case, transport, settings, bucket_bytes, copy_gb_s)
                 rows.append(row)
                 if transport == _NAMED:
                     suffix = "" if case is CASES[0] else f", {case.name}"
@@ -128,7 +128,7 @@ def measure(quick: bool) -> BenchReport:
                     ratios["bytes_over_needed" + suffix] = needed
     for num_layers in (4, 8, 16):
         with open_sides(CASES[0], architecture_of(num_layers, quick)) as sides:
-            rows += [_memory(sides, CASES[0], transport, num_layers, bucket_bytes) for transport in _WEIGHED]
+            rows += [measure_memory(sides, CASES[0], transport, num_layers, bucket_bytes) for transport in _WEIGHED]
     settings = {"bucket MiB": bucket_bytes // 2**20, "dtype": "bfloat16", "verify": "checksum", "syncs": MIN_PAIRS}
     return BenchReport(bench="sync", settings=settings, rows=rows, ratios=ratios)
 
@@ -184,7 +184,7 @@ def open_sync(sides: Sides, case: Case, settings: dict[str, Any], bucket_bytes: 
     )
 
 
-def _syncs(
+def measure_case(
     sides: Sides, case: Case, transport: str, settings: dict[str, Any], bucket_bytes: int, copy_gb_s: Callable[[], float]
 ) -> tuple[dict[str, Any], Ratio, Ratio]:
     with ExitStack() as stack:
@@ -208,7 +208,7 @@ def _syncs(
     return row, paired_ratio(bandwidths, copies), counted_ratio(sync.plan.moved_bytes, needed)
 
 
-def _memory(sides: Sides, case: Case, transport: str, num_layers: int, bucket_bytes: int) -> dict[str, Any]:
+def measure_memory(sides: Sides, case: Case, transport: str, num_layers: int, bucket_bytes: int) -> dict[str, Any]:
     """Growth of the largest process of each side through whole syncs, engines' own tensors there before, and what lies in the host's
     shared memory."""
     settings = _TRANSPORTS[transport]
