@@ -39,19 +39,20 @@ def undisturbed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stopped_and_started_again(task: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Killed, started again, interrupted, started again."""
-    for checkpoint, how in (("step_000005", signal.SIGKILL), ("step_000010", signal.SIGINT)):
-        command = Command(*arguments(task, tmp_path))
-        try:
-            command.wait_until((tmp_path / "run/checkpoints" / checkpoint).exists, 180, checkpoint)
-            if how is signal.SIGKILL:
-                command.kill_hard()
-            else:
-                os.killpg(command.process.pid, how)  # as a terminal does, to the workers too
-                assert command.finish() == 130
-                assert "Traceback" not in command.output, command.output
-            command.wait_until_nothing_is_left(90)
-        finally:
+    """Killed, started again beside what is still dying, interrupted, started again."""
+    killed, interrupted = Command(*arguments(task, tmp_path)), None
+    try:
+        killed.wait_until((tmp_path / "run/checkpoints/step_000005").exists, 180, "checkpoint")
+        killed.kill_hard()
+        interrupted = Command(*arguments(task, tmp_path))
+        interrupted.wait_until((tmp_path / "run/checkpoints/step_000010").exists, 180, "checkpoint")
+        os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does, to the workers too
+        assert interrupted.finish() == 130
+        assert "Traceback" not in interrupted.output, interrupted.output
+        interrupted.wait_until_nothing_is_left(90)
+        killed.wait_until_nothing_is_left(90)
+    finally:
+        for command in filter(None, (killed, interrupted)):
             command.sweep()
     code, output = run(*arguments(task, tmp_path))
     assert code == 0, output
