@@ -217,6 +217,8 @@ def _eval(options: argparse.Namespace) -> None:
     _check_inputs(config)
     if config.data.valid is None:
         raise ValueError("data.valid is missing; give a parquet or jsonl file of prompts")
+    if config.engine.fp8:
+        raise ValueError("engine.fp8=true is for train, where a sync brings FP8 weights; eval serves model.path as it is, set it to false")
     found = read_datasets(config, need_train=False)
     folder = RunFolder(config.run.dir)
 

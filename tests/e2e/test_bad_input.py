@@ -93,6 +93,11 @@ def test_empty_dataset(config: dict, tmp_path: Path) -> None:
     expect_refusal(config, tmp_path, "empty.jsonl")
 
 
+def test_fp8_weights_without_a_sync(config: dict, tmp_path: Path) -> None:
+    config["data"]["valid"] = config["data"]["train"]
+    expect_refusal(config, tmp_path, "engine.fp8=true is for train", command="eval", overrides=("engine.fp8=true",))
+
+
 def test_missing_model(config: dict, tmp_path: Path) -> None:
     config["model"]["path"] = str(tmp_path / "nowhere")
     expect_refusal(config, tmp_path, "model.path", "nowhere", "config.json")
