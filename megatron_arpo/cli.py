@@ -102,17 +102,21 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         )
         if name != "verify":
             kind.add_argument(
-                "--max-shard-gib", type=_positive(float), default=5.0, metavar="GIB", help="size of a weight file; default %(default)s"
+                "--max-shard-gib",
+                type=_positive(float, least=0.001),
+                default=5.0,
+                metavar="GIB",
+                help="size of a weight file; default %(default)s",
             )
         interrupted = "nothing was left behind, start the same command again"
         kind.set_defaults(command=_verify if name == "verify" else _convert, kind=name, interrupted=interrupted)
 
 
-def _positive(kind: type) -> Callable[[str], float]:
+def _positive(kind: type, least: float = 1) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be above 0 and finite")
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least} and finite")
         return value
 
     number.__name__ = kind.__name__  # what argparse says of text that is no number

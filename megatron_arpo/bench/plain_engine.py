@@ -63,7 +63,7 @@ class PlainWorker:
     def kept_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def disconnect(self) -> None:
+    def disconnect_weights(self) -> None:
         self._receiver.close()
         self._receiver = None
 

@@ -215,8 +215,9 @@ def measure_memory(sides: Sides, case: Case, transport: str, num_layers: int, bu
     first = open_sync(sides, case, settings, bucket_bytes)
     first.push(1, [])
     first.close()
+    call(sides.actors, "disconnect")
+    call(sides.workers, "disconnect_weights")
     for side in (sides.actors, sides.workers):
-        call(side, "disconnect")
         call(side, "start_watch")
     sync = open_sync(sides, case, settings, bucket_bytes)
     sync.push(2, [])

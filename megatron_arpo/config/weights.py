@@ -16,8 +16,7 @@ class WeightSettings(Settings):
     hosts. checkpoint: a folder that both sides see, slow, for engines that restart from it."""
 
     folder: Path | None = None
-    """Of transport=checkpoint: a folder for this run alone, which it clears, on a disk that all hosts see; the run folder's weights/ by
-    default."""
+    """Of transport=checkpoint: where a folder of the weights is made, on a disk that all hosts see; the run folder by default."""
 
     bucket_bytes: int = Field(default=512 * 2**20, ge=2**20)
     """Weights that are on their way at a time; layers of an engine are not torn, so a larger layer makes a larger bucket."""

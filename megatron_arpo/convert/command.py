@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def convert(
     kind: str, source: Path, target: Path, *, hf_config: Path | None, workers: int, max_shard_gib: float, dtype: str | None
 ) -> None:
     """`kind` is "to-hf" or "to-megatron". Raises ValueError where the target exists, the source can't be read or has no room."""
-    if target.exists():
+    target = Path(os.path.abspath(target))
+    if os.path.lexists(target):
         raise ValueError(f"{target}: already there; give a new folder or remove it")
     started = time.perf_counter()
     opened = open_source(source, hf_config)

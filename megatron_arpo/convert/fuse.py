@@ -19,6 +19,9 @@ from megatron_arpo.weights.lazy_tensor import JoinedTensor, LazyTensor, RowRun
 def fused(parameter: Parameter, tensors: Mapping[str, LazyTensor], architecture: Architecture) -> LazyTensor:
     """The whole Megatron tensor, vocabulary padded for one tensor-parallel rank, of whole Hugging Face tensors by name."""
     parts = [tensors[name] for name in parameter.hf_names]
+    if len({part.dtype for part in parts}) > 1:
+        found = ", ".join(f"{name} is {part.dtype}" for name, part in zip(parameter.hf_names, parts, strict=True))
+        raise ValueError(f"{found}: Megatron keeps them in one tensor; add --dtype")
     runs = _fused_runs(parameter.name, architecture)
     if len(runs) == 1:
         return parts[0]

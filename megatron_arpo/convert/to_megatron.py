@@ -42,6 +42,8 @@ from megatron_arpo.weights.lazy_tensor import LazyTensor, num_bytes
 
 _MEGATRON_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _COMMON_STATE = {"content_metadata": {"singleton_local_shards": False}}
+_MOST_FILES = 512
+"""All are open at the same time."""
 _LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 _EXPERT_LINEAR = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
@@ -76,12 +78,16 @@ def convert_to_megatron(
         copy_hf_files(source.hf_folder, aside / "hf")
         set_dtype(aside / "hf/config.json", dtype_of_most(tensors))
         states = _extra_states(architecture)
-        placements, results = _lay_out(weights, items, states, max(workers, -(-total // max_file_bytes)))
+        placements, results = _lay_out(weights, items, states, _num_files(len(items), workers, -(-total // max_file_bytes)))
         write_tensors(placements, workers)
         FileSystemWriter(weights).finish(Metadata(entries | {key: BytesStorageMetadata() for key in states}), [results])
         torch.save(_COMMON_STATE, weights / "common.pt")
         (weights / "metadata.json").write_text(json.dumps(_MEGATRON_METADATA))
     return len(items), total
+
+
+def _num_files(num_items: int, workers: int, for_size: int) -> int:
+    return min(num_items, _MOST_FILES, max(workers, for_size))
 
 
 def _item(parameter: Parameter, tensor: LazyTensor, architecture: Architecture) -> _Item:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_arpo.convert.compare import largest_difference
-from megatron_arpo.convert.source import EMBEDDING, OUTPUT, TensorSource
+from megatron_arpo.convert.source import EMBEDDING, OUTPUT, TensorSource, expected_shapes
 from megatron_arpo.weights.lazy_tensor import CastTensor, LazyTensor
 
 
@@ -29,6 +29,9 @@ def compare(one: TensorSource, other: TensorSource, *, workers: int, dtype: torc
     with ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(_problem_between(one, other, ours, theirs), names))
     problems = [problem for problem in found if problem is not None]
+    for name in dict.fromkeys([*expected_shapes(one.architecture), *expected_shapes(other.architecture)]):
+        if name not in ours and name not in theirs:
+            problems.append(f"{name}: missing in both")
     return Comparison(num_equal=len(names) - len(problems), problems=problems)
 
 

@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     async def receive_buckets(self, version: int, indices: Sequence[int]) -> None:
-        """Takes buckets of `version` without touching what is served; generation goes on."""
+        """Takes buckets of `version` without touching what is served. Generation stops for the time that this takes, as for checks."""
         ...
 
     async def check_buckets(self, version: int, checksums: Mapping[int, Sequence[str]]) -> None:
@@ -85,6 +85,10 @@ class Engine(Protocol):
     async def abandon_weights(self) -> None:
         """Ends an update that failed. The old version goes on serving, unless a bucket was loaded already: generation is then held
         until an update succeeds."""
+        ...
+
+    async def disconnect_weights(self) -> None:
+        """Closes this side of the connection, between updates."""
         ...
 
     async def sleep(self) -> None:

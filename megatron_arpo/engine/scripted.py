@@ -126,6 +126,9 @@ class ScriptedEngine:
     async def abandon_weights(self) -> None:
         await self._go_on()
 
+    async def disconnect_weights(self) -> None:
+        return None
+
     async def sleep(self) -> None:
         self._loading = self._is_asleep = True
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megatron_arpo.algorithm.entropy import entropy_from_logprobs
 from megatron_arpo.config.rollout import EngineSettings
@@ -17,6 +17,8 @@ from megatron_arpo.types import Completion, VersionRun, join_runs
 
 _GIB = 2**30
 _CPU_BATCHED_TOKENS = 8192
+_WORKER_EXTENSION = "megatron_arpo.engine.vllm_transfer.WeightErrors"
+_Result = TypeVar("_Result")
 _FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """Of weights/fp8.py, as published FP8 checkpoints describe themselves."""
 
@@ -34,6 +36,9 @@ class VllmEngine:
         self._is_torn = False
         self._is_asleep = False
         self._recompute = False
+        self._serves = asyncio.Event()
+        """Not set while generation is held: a request that comes then begins with the weights that come then."""
+        self._serves.set()
 
     @classmethod
     async def start(cls, model_path: Path, dtype: str, settings: EngineSettings) -> VllmEngine:
@@ -69,6 +74,7 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
             enable_prefix_caching=True,
             weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+            worker_extension_cls=_WORKER_EXTENSION,
             generation_config="vllm",
             enable_sleep_mode=settings.sleep,
             disable_log_stats=True,
@@ -143,6 +149,7 @@ class VllmEngine:
         await self._update(version, "check", list(checksums), [list(one) for one in checksums.values()])
 
     async def begin_weights(self, in_flight: InFlight) -> None:
+        self._serves.clear()
         await self._weights("pause", self._llm.pause_generation(mode="keep", clear_cache=False))
         self._recompute = in_flight == "recompute"
 
@@ -159,21 +166,29 @@ class VllmEngine:
         self._is_torn = False
         if not self._is_asleep:
             await self._weights("resume", self._llm.resume_generation())
+            self._serves.set()
 
     async def abandon_weights(self) -> None:
         if self._is_updating:
             await self._finish(None)
         if not self._is_torn:
             await self._weights("resume", self._llm.resume_generation())
+            self._serves.set()
+
+    async def disconnect_weights(self) -> None:
+        await self._weights("disconnect", self._llm.shutdown_weight_transfer_engine())
 
     async def sleep(self) -> None:
+        self._serves.clear()
         self._is_torn = self._is_asleep = True  # its weights are gone until an update brings new ones
         await self._llm.sleep(level=2, mode="abort")
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        await self._llm.wake_up(tags=[part])
         if part == "kv_cache":
             self._is_asleep = False
-        await self._llm.wake_up(tags=[part])
+            if not self._is_torn:
+                self._serves.set()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
@@ -185,23 +200,22 @@ class VllmEngine:
             await self._weights("start", self._llm.start_weight_update())
             self._is_updating = True
         values = {"version": version, "action": action, "buckets": list(indices), "checksums": checksums}
-        try:
-            await self._weights("update", self._llm.update_weights(WeightTransferUpdateRequest(values)))
-        except ValueError:
-            self._is_updating = False  # a worker that fails ends its session
-            raise
+        await self._weights("update", self._llm.update_weights(WeightTransferUpdateRequest(values)))
+        if problem := next(filter(None, await self._weights("update", self._llm.collective_rpc("take_weight_error"))), ""):
+            raise ValueError(problem)
 
     async def _finish(self, version: str | None) -> None:
         self._is_updating = False
         await self._weights("finish", self._llm.finish_weight_update(version))
 
-    async def _weights(self, what: str, call: Awaitable[object]) -> None:
+    async def _weights(self, what: str, call: Awaitable[_Result]) -> _Result:
         """A call to the workers; what they raise comes as ValueError with its last line, since vLLM brings it as text."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            await call
+            return await call
         except EngineDeadError as error:
+            self._serves.set()  # for requests to find out
             raise EngineDied(f"vLLM's engine process ended during a weight update ({what})") from error
         except Exception as error:
             raise ValueError(f"weight update ({what}): {error}") from error
@@ -209,6 +223,7 @@ class VllmEngine:
     async def _outputs(self, token_ids: list[int], parameters: Any) -> AsyncIterator[Any]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        await self._serves.wait()
         self._num_requests += 1
         try:
             # the salt keeps a request from keys and values that other weights left in the prefix cache

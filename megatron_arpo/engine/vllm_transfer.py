@@ -36,6 +36,7 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
     init_info_cls = ShardInit
     update_info_cls = ShardUpdate
     _receiver: WeightReceiver | None = None
+    _error = ""
     _loading: int | None = None
     """The version of which buckets were loaded."""
 
@@ -49,9 +50,18 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
         self._receiver.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+        """Raises nothing: vLLM would end the update on this worker alone, and leave the others' replies unread. `take_error` tells."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+        except (ValueError, OSError, RuntimeError) as error:
+            self._error = self._error or f"{error}"
+
+    def take_error(self) -> str:
+        """What went wrong since it was last asked, or an empty string."""
+        error, self._error = self._error, ""
+        return error
 
     def receive_weights(self, update_info: ShardUpdate) -> None:
         version, buckets = update_info.version, update_info.buckets
@@ -107,3 +117,10 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+class WeightErrors:
+    """Mixed into vLLM's worker class (`worker_extension_cls`): what its interface for weights has no way back for."""
+
+    def take_weight_error(self) -> str:
+        return self.weight_transfer_engine.take_error()

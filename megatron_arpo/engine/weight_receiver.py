@@ -24,6 +24,7 @@ class WeightReceiver:
         self._keeps_buckets = connection.route.staged
         self._version: int | None = None
         self._received: set[int] = set()
+        self._taken: set[int] = set()
 
     def begin(self) -> None:
         """Forgets what was received before."""
@@ -33,6 +34,7 @@ class WeightReceiver:
         if version != self._version:
             self._version = version
             self._received.clear()
+            self._taken.clear()
         self._inbox.receive(self._buckets[index])
         self._received.add(index)
 
@@ -54,6 +56,7 @@ class WeightReceiver:
         buffer = self._buffer(version, index)
         for place in self._buckets[index].places:
             yield place.name, tensor_at(buffer, place)
+        self._taken.add(index)
 
     @property
     def keeps_buckets(self) -> bool:
@@ -66,10 +69,10 @@ class WeightReceiver:
         return 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.numel()
 
     def check_complete(self, version: int) -> None:
-        """Raises ValueError unless every bucket of `version` has been received."""
-        missing = sorted(set(range(len(self._buckets))) - self._received) if version == self._version else list(range(len(self._buckets)))
-        if missing:
-            raise ValueError(f"weights version {version}: buckets {missing} of {len(self._buckets)} have not been received")
+        """Raises ValueError unless every tensor of every bucket of `version` has been received and taken."""
+        done = self._received & self._taken if version == self._version else set()
+        if missing := sorted(set(range(len(self._buckets))) - done):
+            raise ValueError(f"weights version {version}: buckets {missing} of {len(self._buckets)} have not been loaded")
 
     def close(self) -> None:
         self._inbox.close()

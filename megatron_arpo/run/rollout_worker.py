@@ -112,6 +112,9 @@ class RolloutWorker:
     async def abandon_weights(self) -> None:
         await self._engine.abandon_weights()
 
+    async def disconnect_weights(self) -> None:
+        await self._engine.disconnect_weights()
+
     async def sleep(self) -> None:
         await self._engine.sleep()
 

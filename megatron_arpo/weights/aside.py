@@ -12,10 +12,11 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def written_aside(target: Path, num_bytes: int) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of `target` at the end of the block; a failure or an interruption leaves
-    nothing, and what a kill leaves is replaced by the next try. Raises ValueError where the disk has no room for `num_bytes`, or
-    turns out to be full."""
+def written_aside(target: Path, num_bytes: int, *, replace: bool = False) -> Iterator[Path]:
+    """A new folder to fill, which is `target` at the end of the block, and with `replace` takes the place of what is there; a
+    failure or an interruption leaves nothing, and what a kill leaves is replaced by the next try. Raises ValueError where the
+    disk has no room for `num_bytes`, or turns out to be full, or something else has come to be at `target`."""
+    target = Path(os.path.abspath(target))
     aside = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -30,8 +31,7 @@ def written_aside(target: Path, num_bytes: int) -> Iterator[Path]:
     try:
         yield aside
         sync_folder(aside)
-        shutil.rmtree(target, ignore_errors=True)
-        aside.rename(target)
+        _put(aside, target, replace)
         sync(target.parent)
     except OSError as error:
         free = shutil.disk_usage(target.parent).free
@@ -49,14 +49,35 @@ def written_aside(target: Path, num_bytes: int) -> Iterator[Path]:
         os.close(lock)
 
 
+def _put(aside: Path, target: Path, replace: bool) -> None:
+    old = target.with_name(f".{target.name}.old")
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+    elif os.path.lexists(target):
+        raise ValueError(f"{target}: something came to be there in the meantime; choose another folder")
+    try:
+        aside.rename(target)
+    except BaseException:
+        if replace and old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def _locked(aside: Path, target: Path) -> int:
     """A descriptor that holds the folder until it is closed, by the end of the process at the latest."""
     descriptor = os.open(aside, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(f"{target}: another process is writing it; wait for that or choose another folder") from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # a disk without locks: nobody is kept out there
+            os.close(descriptor)
+            raise
     return descriptor
 
 

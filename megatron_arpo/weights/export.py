@@ -19,7 +19,7 @@ def export_hf(actors: Peers, model_path: Path, target: Path) -> None:
     """Config and tokenizer come from `model_path`. Written aside and renamed, replacing `target`. Raises ValueError where there is
     no room."""
     plan = make_plan(call(actors, "held_weights", False), [lambda _name, shape: Region.whole(shape)], _SHARD_BYTES)
-    with written_aside(target, plan.model_bytes) as aside:
+    with written_aside(target, plan.model_bytes, replace=True) as aside:
         route = create_shards(aside, plan.buckets)
         write_config(aside, plan.buckets, model_path)
         call(actors, "open_outbox", _OUTBOX, route, plain(plan.buckets))

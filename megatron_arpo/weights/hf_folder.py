@@ -26,13 +26,14 @@ def write_hf_folder(
     *,
     max_shard_bytes: int = int(DEFAULT_SHARD_GIB * (1 << 30)),
     workers: int = 1,
+    replace: bool = False,
 ) -> None:
     """Weights in files of at most `max_shard_bytes` (a larger tensor has its own), config and tokenizer those of the folder
-    `config_from`, config.json with the tensors' dtype. Written aside and renamed, replacing `target`. Raises ValueError where
-    there is no room."""
+    `config_from`, config.json with the tensors' dtype. Written aside and renamed; with `replace`, `target` may be there. Raises
+    ValueError where there is no room."""
     shards = _sharded(tensors, max_shard_bytes)
     total = sum(map(num_bytes, tensors.values()))
-    with written_aside(target, total) as aside:
+    with written_aside(target, total, replace=replace) as aside:
         copy_hf_files(config_from, aside)
         set_dtype(aside / "config.json", dtype_of_most(tensors))
         names = [shard_name(index, len(shards)) for index in range(len(shards))]

@@ -136,6 +136,8 @@ class JoinedTensor:
         self._ends: list[int] = []
         for run in runs:
             self._ends.append(run.num_rows + (self._ends[-1] if self._ends else 0))
+        if other := {run.tensor.dtype for run in runs if run.tensor is not None} - {dtype}:
+            raise ValueError(f"rows of {dtype} and of {', '.join(map(str, other))} can't make one tensor")
         if self._ends[-1] != shape[0]:
             raise ValueError(f"runs of {self._ends[-1]} rows don't make a tensor of shape {shape}")
 

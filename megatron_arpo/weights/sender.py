@@ -51,9 +51,11 @@ class WeightSender:
             place = bucket.places[fragment.tensor]
             piece = self._quantized(place, quantized) or self.piece(place.name)
             target = outbox.target(bucket, fragment)
-            piece.copy_to(target, fragment.region.within(piece.region))
-            if with_checksums:
-                found.append(checksum(target))
+            box = fragment.region.within(piece.region)
+            piece.copy_to(target, box)
+            if with_checksums:  # of the weights themselves where they lie in order, so that a wrong copy shows as well
+                source = piece.view(box)
+                found.append(checksum(target if source is None else source))
         outbox.send(bucket)
         return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import secrets
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_arpo.config.model import ModelSettings
 from megatron_arpo.config.rollout import EngineSettings
@@ -28,6 +30,7 @@ from megatron_arpo.weights.plan import Need, SyncPlan, hull_of, make_plan, merge
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_PREFIX = "megatron-arpo-"
+_LOCK = ".lock"
 _MAX_VERIFY_TOKENS = 1024
 OUTBOX = "engines"
 """Name of the actors' outbox that leads to the engines."""
@@ -60,10 +63,16 @@ class WeightSync:
         self._num_kv_heads, self._tp, self._fp8 = num_kv_heads, engine.tp, engine.fp8
         self._run_folder = run_folder
         self._folder: Path | None = None
+        self._lock: TextIO | None = None
+        self._is_connected = False
         _sweep()
         num_engines = len(call(engines, "weight_version"))
         self.plan, self._mailboxes = self._make_plan(num_engines)
-        self._connect()
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
         self.manifest: WeightManifest | None = None
 
     def push(self, version: int, verify_sequences: Sequence[Sequence[int]], *, asleep: bool = False) -> dict[str, float]:
@@ -76,21 +85,32 @@ class WeightSync:
             call(self._engines, "wake", "weights")
         for left in reversed(range(self._weights.tries)):
             try:
+                if not self._is_connected:
+                    self._connect()
                 seconds = self._push_once(version)
                 break
             except (ValueError, OSError, RuntimeError) as error:
-                call(self._engines, "abandon_weights")
+                self._give_up()
                 if not left:
                     raise
                 say(f"sync of weights version {version} failed ({error}); trying again")
-                if self._weights.transport == "broadcast":
-                    self._connect()  # a group that one side has left can't be used again
         if asleep:
             call(self._engines, "wake", "kv_cache")
         values = {"seconds": time.perf_counter() - started, "bytes": float(self.plan.moved_bytes), "version": float(version), **seconds}
         if self._weights.verify == "logprob":
             values.update(self._verify(version, verify_sequences))
         return values
+
+    def _give_up(self) -> None:
+        """Ends an update that failed, on both sides."""
+        if self._weights.transport != "broadcast":
+            call(self._engines, "abandon_weights")
+            return
+        closing = self._actors.start("close_outbox", OUTBOX)  # wakes engines that wait for an actor
+        call(self._engines, "abandon_weights")
+        call(self._engines, "disconnect_weights")  # wakes actors that wait for an engine
+        closing()
+        self._is_connected = False  # a group that one side has left can't be used again
 
     def host_bytes(self) -> int:
         """What lies in files for the engines, in shared memory or on disk."""
@@ -99,6 +119,8 @@ class WeightSync:
     def close(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
 
     def _make_plan(self, num_engines: int) -> tuple[SyncPlan, list[tuple[int, ...]]]:
         """The plan, and for each engine the mailboxes of its workers."""
@@ -132,16 +154,13 @@ class WeightSync:
         call(self._engines, "connect_weights", each=connections)
         if opened is not None:
             opened()
+        self._is_connected = True
 
     def _route(self) -> Route:
         match self._weights.transport:
             case "shared_memory" | "checkpoint":
                 self._folder = self._new_folder()
-                try:
-                    return self._create_files()
-                except BaseException:
-                    self.close()
-                    raise
+                return self._create_files()
             case "broadcast":
                 host, port = next(filter(None, call(self._actors, "sync_store")))
                 return BroadcastRoute(
@@ -156,6 +175,9 @@ class WeightSync:
 
     def _create_files(self) -> FilesRoute:
         buckets = self.plan.buckets
+        self._folder.mkdir(parents=True)
+        self._lock = open(self._folder / _LOCK, "a")  # noqa: SIM115 held until `close` or the end of the process
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         if not self._weights.keep_old:
             return create_files(self._folder, buckets)
         route = create_shards(self._folder, buckets)
@@ -166,7 +188,7 @@ class WeightSync:
     def _new_folder(self) -> Path:
         if self._weights.transport == "shared_memory":
             return _SHARED_MEMORY / f"{_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-        folder = self._weights.folder or self._run_folder / "weights"
+        folder = (self._weights.folder or self._run_folder) / f"{_FILE_PREFIX}weights"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
         return folder
 
@@ -234,6 +256,8 @@ class WeightSync:
 
     def _verify(self, version: int, sequences: Sequence[Sequence[int]]) -> dict[str, float]:
         scored = [list(ids[:_MAX_VERIFY_TOKENS]) for ids in sequences[: self._weights.verify_sequences] if len(ids) > 1]
+        if not scored:
+            return {}
         actor = first_result(call(self._actors, "score", scored))
         differences = [
             abs(a - e)
@@ -268,7 +292,8 @@ def first_result(results: Sequence[Any]) -> Any:
 
 
 def _sweep() -> None:
-    """Removes weights of runs that were killed."""
-    for path in _SHARED_MEMORY.glob(f"{_FILE_PREFIX}*-*"):
-        if not Path(f"/proc/{path.name.removeprefix(_FILE_PREFIX).partition('-')[0]}").exists():
-            shutil.rmtree(path, ignore_errors=True)
+    """Removes weights of runs that were killed: nobody holds their lock."""
+    for lock in _SHARED_MEMORY.glob(f"{_FILE_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), open(lock, "a") as file:  # one that goes away meanwhile, or is in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)

@@ -6,6 +6,7 @@ import asyncio
 import math
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -237,13 +238,23 @@ async def check_update_in_flight(engine: Engine, weights: dict[str, torch.Tensor
     (cached,) = await generate(engine, token_ids=prompt, max_tokens=2)
     assert cached.cached_tokens >= 128
     async with syncing(engine, weights, keep_old=keep_old, in_flight=in_flight) as (sync, _):
+        load, late = engine.load_buckets, []
+
+        async def load_while_a_prompt_comes(*arguments: Any) -> None:
+            late.append(asyncio.create_task(generate(engine, token_ids=prompt, max_tokens=2)))
+            await load(*arguments)
+
+        engine.load_buckets = load_while_a_prompt_comes
         request = GenerateRequest(request_id="r", token_ids=prompt, max_tokens=240, seed=1, probe_tokens=20)
         running = engine.generate(request)
         probe = await anext(running)
         seconds = await push(sync, version + 1)
         assert 0.0 < seconds["held_seconds"] <= seconds["seconds"]
-    (after,) = await generate(engine, token_ids=prompt, max_tokens=2)
-    assert after.cached_tokens == 0
+        engine.load_buckets = load
+        (came_late,) = await late[0]
+        assert came_late.cached_tokens == 0 and came_late.weight_versions == (VersionRun(version + 1, 2),)
+    (after,) = await generate(engine, token_ids=(*prompt[:-1], 9), max_tokens=2)
+    assert after.weight_versions == (VersionRun(version + 1, 2),)
     rest = await anext(running)
     runs = join_runs([*probe.weight_versions, *rest.weight_versions])
     assert [run.version for run in runs] == [version, version + 1]
@@ -265,8 +276,19 @@ def test_vllm_of_two_ranks_gets_its_slices_alone(model: Path, monkeypatch: pytes
     weights = weights_of(model, 1.3)
 
     async def check() -> None:
-        async with vllm(model, tp=2) as engine, syncing(engine, weights, tp=2, transport="broadcast") as (sync, _):
+        async with vllm(model, tp=2) as engine, syncing(engine, weights, tp=2, transport="broadcast") as (sync, actors):
             values = await push(sync, 1)
+            assert await engine.score(PROMPT) == pytest.approx(reference(model, weights), abs=1e-4)
+            send = actors[1].send_bucket
+            actors[1].send_bucket = lambda *arguments: [value[::-1] for value in send(*arguments)]
+            with pytest.raises(ValueError, match="has another checksum than its actor wrote"):
+                await push(sync, 2)
+            assert engine.weight_version == 1
+            assert await engine.score(PROMPT) == pytest.approx(reference(model, weights), abs=1e-4)
+            actors[1].send_bucket = send
+            started = time.monotonic()
+            values = await push(sync, 2)
+            assert engine.weight_version == 2 and time.monotonic() - started < 10
             assert await engine.score(PROMPT) == pytest.approx(reference(model, weights), abs=1e-4)
             whole = sum(tensor.nbytes for tensor in weights.values())
             assert whole < values["bytes"] < 1.02 * whole, "norms go to both ranks, all else to one"

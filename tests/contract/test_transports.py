@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -92,6 +93,31 @@ def test_every_worker_keeps_its_part_of_every_version(name: str, num_actors: int
         whole = sum(tensor.nbytes for tensor in model(1.0).values())
         copies = num_engines if TRANSPORTS[name]["transport"] in ("broadcast", "cuda_ipc") else 1
         assert values["bytes"] == pytest.approx(whole * copies, rel=0.01), "one row of norms and biases is needed twice"
+
+
+class SpoiledOnce(PlainWorker):
+    """Says once that a bucket is not as it was sent."""
+
+    spoiled = False
+
+    def check_buckets(self, version: int, checksums: Any) -> None:
+        super().check_buckets(version, checksums)
+        if version == 2 and not self.spoiled:
+            self.spoiled = True
+            raise ValueError("spoiled")
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_sync_that_fails_at_the_engine_is_tried_again_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.contract.test_transports.PlainWorker", SpoiledOnce)
+    with sides(2, 1, 1, tmp_path, TRANSPORTS[name]) as (sync, actors, workers, engines):
+        sync.push(1, [])
+        call(actors, "change", model(2.0))
+        started = time.monotonic()
+        sync.push(2, [])
+        assert time.monotonic() - started < 5
+        assert call(engines, "weight_version") == [2]
+        assert_kept(workers, 1, model(2.0))
 
 
 @pytest.mark.parametrize("name", ["shared memory", "broadcast"])

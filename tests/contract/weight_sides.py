@@ -46,6 +46,7 @@ class RowActor:
         return "127.0.0.1", self._store.port
 
     def open_outbox(self, name: str, route: Route, buckets: list[dict[str, Any]]) -> str | None:
+        self.close_outbox(name)
         made = buckets_of(buckets)
         outbox = open_outbox(route, made, self._rank, torch.device("cpu"))
         self._outboxes[name] = (outbox, made)
@@ -62,6 +63,10 @@ class RowActor:
                 found.append(checksum(target))
         outbox.send(bucket)
         return found
+
+    def close_outbox(self, name: str) -> None:
+        if name in self._outboxes:
+            self._outboxes.pop(name)[0].close()
 
     def score(self, sequences: list[list[int]]) -> list[list[float]]:
         return [[-1.0] * (len(ids) - 1) for ids in sequences] if self._rank == 0 else []

@@ -280,3 +280,18 @@ def test_verl_fsdp_of_one_rank_has_plain_tensors(model: Path, tmp_path: Path) ->
     torch.save(load_file(model / "model.safetensors"), tmp_path / "model_world_size_1_rank_0.pt")
     run("to-hf", tmp_path, tmp_path / "hf", hf_config=model)
     assert verify(model, tmp_path / "hf", hf_config=None, workers=1, dtype=None)
+
+
+def test_parts_of_two_dtypes_are_refused() -> None:
+    architecture = Architecture(
+        family="qwen2", num_layers=1, hidden_size=12, ffn_hidden_size=6, num_heads=4, num_kv_heads=2, head_dim=3, vocab_size=130,
+        tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, max_positions=64, qkv_bias=False, qk_norm=False,
+    )  # fmt: skip
+    parameter = next(one for one in all_parameters(architecture) if "linear_qkv.weight" in one.name)
+    shapes = hf_shapes(parameter.name, architecture)
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    parts = {
+        name: HeldTensor(torch.zeros(shape, dtype=dtype)) for name, shape, dtype in zip(parameter.hf_names, shapes, dtypes, strict=True)
+    }
+    with pytest.raises(ValueError, match=r"q_proj.weight is torch.bfloat16.*k_proj.weight is torch.float32.*add --dtype"):
+        fused(parameter, parts, architecture)

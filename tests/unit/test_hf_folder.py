@@ -79,12 +79,27 @@ def test_a_folder_is_replaced_whole_or_not_at_all(config: Path, tmp_path: Path) 
             raise ValueError("no such rows")
 
     with pytest.raises(ValueError, match="no such rows"):
-        write_hf_folder(target, {"a": Broken(torch.zeros(3))}, config)
+        write_hf_folder(target, {"a": Broken(torch.zeros(3))}, config, replace=True)
     assert tensor_reader(target)("a").tolist() == [1, 1, 1] and not (tmp_path / ".hf.tmp").exists()
     (tmp_path / ".hf.tmp").mkdir()  # what a kill leaves
     (tmp_path / ".hf.tmp/model.safetensors").touch()
-    write_hf_folder(target, {"a": HeldTensor(torch.zeros(3))}, config)
-    assert tensor_reader(target)("a").tolist() == [0, 0, 0] and not (tmp_path / ".hf.tmp").exists()
+    write_hf_folder(target, {"a": HeldTensor(torch.zeros(3))}, config, replace=True)
+    assert tensor_reader(target)("a").tolist() == [0, 0, 0] and not list(tmp_path.glob(".hf.*"))
+
+
+def test_what_came_to_be_at_the_target_is_left_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="something came to be there"), written_aside(tmp_path / "target", 0):
+        (tmp_path / "target").mkdir()
+        (tmp_path / "target/theirs").touch()
+    assert [one.name for one in tmp_path.iterdir()] == ["target"] and (tmp_path / "target/theirs").exists()
+
+
+def test_a_target_that_leads_up_again_does_not_take_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/mine").touch()
+    with pytest.raises(ValueError, match="something came to be there"), written_aside(tmp_path / "here/new/..", 0):
+        pass
+    assert (tmp_path / "here/mine").exists()
 
 
 def test_two_writers_of_one_folder(tmp_path: Path) -> None:

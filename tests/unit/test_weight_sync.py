@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,7 +150,7 @@ def test_a_changed_byte_is_found() -> None:
 
         def send_and_spoil(name: str, index: int, with_checksums: bool) -> list[str]:
             found = send(name, index, with_checksums)
-            (path,) = [file for folder in in_shared_memory() for file in folder.iterdir()]
+            (path,) = [file for folder in in_shared_memory() for file in folder.glob("*.safetensors")]
             with path.open("r+b") as file:
                 file.seek(-1, 2)
                 last = file.read(1)
@@ -163,14 +165,18 @@ def test_a_changed_byte_is_found() -> None:
 
 
 def test_weights_of_dead_runs_are_swept() -> None:
-    left, alive = Path("/dev/shm/megatron-arpo-4194999-ab"), Path("/dev/shm/megatron-arpo-1-ab")
-    left.mkdir()
-    alive.mkdir()
+    left, alive = Path("/dev/shm/megatron-arpo-test-left"), Path("/dev/shm/megatron-arpo-test-alive")
+    for folder in (left, alive):
+        folder.mkdir()
+        (folder / "slot-0").touch()
+        (folder / ".lock").touch()
     try:
-        with sync_of(ScoringWorker()):
-            assert not left.exists() and alive.exists()
+        with open(alive / ".lock") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with sync_of(ScoringWorker()):
+                assert not left.exists() and (alive / "slot-0").exists()
     finally:
-        alive.rmdir()
+        shutil.rmtree(alive)
 
 
 def test_shared_memory_that_is_full_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
