@@ -155,6 +155,8 @@ def _check_inputs(config: RunConfig) -> Architecture:
     architecture = read_architecture(config.model.path)
     architecture.check_layout(config.actor.layout)
     architecture.check_recompute(config.actor.recompute, config.actor.layout)
+    if architecture.num_heads % config.engine.tp:
+        raise ValueError(f"engine.tp={config.engine.tp} must divide num_attention_heads={architecture.num_heads}")
     get_reward(config.reward)
     check_tools(config.tools)
     return architecture

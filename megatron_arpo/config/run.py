@@ -59,6 +59,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _sections_fit(self) -> RunConfig:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.engine.fp8 and self.model.dtype != "bfloat16":
+            raise ValueError(f"engine.fp8=true makes FP8 of bf16 weights, model.dtype={self.model.dtype}; use bfloat16 or fp8=false")
         if longest > self.engine.max_model_len:
             raise ValueError(
                 f"engine.max_model_len={self.engine.max_model_len} is less than data.max_prompt_tokens + "

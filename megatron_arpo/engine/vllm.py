@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ _CPU_BATCHED_TOKENS = 8192
 _WORKER_EXTENSION = "megatron_arpo.engine.vllm_transfer.WeightErrors"
 _Result = TypeVar("_Result")
 _FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""Of weights/fp8.py, as published FP8 checkpoints describe themselves."""
+"""Of weights/fp8.py, as published FP8 checkpoints describe themselves; output layer and routers are named as left alone."""
 
 
 class VllmEngine:
@@ -52,7 +53,10 @@ class VllmEngine:
 
         for_platform: dict[str, Any] = {"gpu_memory_utilization": settings.gpu_memory_utilization}
         if settings.fp8:
-            for_platform |= {"hf_overrides": {"quantization_config": _FP8_BLOCKS}, "load_format": "dummy"}  # the first sync brings weights
+            num_layers = json.loads((model_path / "config.json").read_text())["num_hidden_layers"]
+            left_alone = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(num_layers))]
+            quantization = _FP8_BLOCKS | {"modules_to_not_convert": left_alone}
+            for_platform |= {"hf_overrides": {"quantization_config": quantization}, "load_format": "dummy"}  # the first sync brings weights
         if current_platform.is_cpu():
             if settings.fp8:
                 raise ValueError("engine.fp8=true needs CUDA; vLLM's CPU build has no FP8 layers")

@@ -38,10 +38,6 @@ class SyncPlan:
         return sum(place.num_bytes for bucket in self.buckets for place in bucket.places)
 
     @property
-    def largest_bucket_bytes(self) -> int:
-        return max(bucket.num_bytes for bucket in self.buckets)
-
-    @property
     def moved_bytes(self) -> int:
         """Bytes that reach mailboxes, counted once for each."""
         return sum(bucket.fragment_bytes(one) * len(one.mailboxes) for bucket in self.buckets for one in bucket.fragments)

@@ -95,7 +95,12 @@ def test_empty_dataset(config: dict, tmp_path: Path) -> None:
 
 def test_fp8_weights_without_a_sync(config: dict, tmp_path: Path) -> None:
     config["data"]["valid"] = config["data"]["train"]
+    config["model"]["dtype"] = "bfloat16"
     expect_refusal(config, tmp_path, "engine.fp8=true is for train", command="eval", overrides=("engine.fp8=true",))
+
+
+def test_an_engine_that_splits_no_head(config: dict, tmp_path: Path) -> None:
+    expect_refusal(config, tmp_path, "engine.tp=3 must divide num_attention_heads=4", overrides=("engine.tp=3",))
 
 
 def test_missing_model(config: dict, tmp_path: Path) -> None:

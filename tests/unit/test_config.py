@@ -52,6 +52,7 @@ def test_overrides_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (MINIMAL, "engine.max_model_len=100", "engine.max_model_len=100 is less than"),
         (MINIMAL, "rollout.sampling.temperature=0", "use a positive temperature"),
         (MINIMAL, "rollout.sampling.top_p=0.9", "samples from another distribution"),
+        ("run: {dir: x}\nmodel: {path: m, dtype: float32}\n", "engine.fp8=true", "engine.fp8=true makes FP8 of bf16 weights"),
         (MINIMAL, "weights.transport=cuda_ipc", "has no room for a second version on the GPU; set weights.keep_old=false"),
         (MINIMAL, "weights.folder=x", "weights.folder=x is for weights.transport=checkpoint; take it out"),
         (MINIMAL, "weights={transport: checkpoint, keep_old: false}", "always keeps the old version; set weights.keep_old=true"),

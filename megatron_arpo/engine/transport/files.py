@@ -38,8 +38,8 @@ def create_files(folder: Path, buckets: Sequence[Bucket], names: Sequence[str] =
         if error.errno != errno.ENOSPC:
             raise
         raise ValueError(
-            f"{folder} has no room for {sum(needed.values())} bytes of weights; make it larger (/dev/shm of a container: --shm-size), "
-            f"or set weights.keep_old=false to have two buckets of weights.bucket_bytes there at a time"
+            f"{folder} has no room for {sum(needed.values())} bytes of weights; make it larger (/dev/shm of a container: --shm-size), or "
+            f"with weights.transport=shared_memory set weights.keep_old=false, to have two buckets of weights.bucket_bytes there"
         ) from error
     return route
 
