@@ -21,12 +21,14 @@ class Piece:
     blocks: torch.Tensor
 
     def view(self, box: Region) -> torch.Tensor | None:
-        """The elements of `box` as they lie in the parameter, [..., *tail], rows in order; None where the box cuts through a block."""
+        """The elements of `box` as they lie in the parameter, [..., *tail], rows in order, a vector's as one; None where the box cuts
+        through a block."""
         if self.blocks.dim() == len(self.shape):
             return box.of(self.blocks)
         if box.start[0] or box.extent[0] != self.region.extent[0]:
             return None
-        return Region((0, 0, *box.start[1:]), (*self.blocks.shape[:2], *box.extent[1:])).of(self.blocks)
+        found = Region((0, 0, *box.start[1:]), (*self.blocks.shape[:2], *box.extent[1:])).of(self.blocks)
+        return found.reshape(-1) if len(self.shape) == 1 else found
 
     def copy_to(self, target: torch.Tensor, box: Region) -> None:
         """Fills `target` [*box.extent] with the elements of `box`, which counts from the first element of the region."""

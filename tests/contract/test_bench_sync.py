@@ -16,7 +16,7 @@ def test_two_ranks_to_two_ranks() -> None:
     with open_sides(case, architecture_of(2, quick=True)) as sides:
         row, bandwidth, needed = measure_case(sides, case, "shared memory", {"transport": "shared_memory"}, BUCKET_BYTES, lambda: 1.0)
         assert needed.value == 1.0 and bandwidth.num_pairs == 5 and bandwidth.low > 0
-        assert row["transport s"] + row["load s"] <= row["seconds"] * 1.01
+        assert 0 < row["transport s"] < row["seconds"] and 0 < row["load s"] < row["seconds"]
         for transport in ("shared memory", "shared memory, two buckets"):
             weighed = measure_memory(sides, case, transport, 2, BUCKET_BYTES)
             assert max(weighed["actor MiB"], weighed["engine MiB"]) < LARGEST_TENSOR_MIB + 16

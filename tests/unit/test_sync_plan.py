@@ -94,7 +94,10 @@ def deliver(plan: SyncPlan, actors: list[dict[str, Piece]], mailbox: int) -> dic
         for fragment in bucket.fragments:
             if mailbox in fragment.mailboxes:
                 piece = actors[fragment.actor][bucket.places[fragment.tensor].name]
-                piece.copy_to(bucket.fragment_view(buffer, fragment), fragment.region.within(piece.region))
+                target, box = bucket.fragment_view(buffer, fragment), fragment.region.within(piece.region)
+                piece.copy_to(target, box)
+                source = piece.view(box)
+                assert source is None or checksum(source) == checksum(target), "the sender's sum is the receiver's"
         for place in bucket.places:
             found[place.name] = buffer[place.offset : place.offset + place.num_bytes].view(place.torch_dtype).view(place.shape)
     return found
