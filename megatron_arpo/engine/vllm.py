@@ -213,7 +213,7 @@ class VllmEngine:
         await self._weights("finish", self._llm.finish_weight_update(version))
 
     async def _weights(self, what: str, call: Awaitable[_Result]) -> _Result:
-        """A call to the workers; what they raise comes as ValueError with its last line, since vLLM brings it as text."""
+        """A call to the workers; what they raise comes as ValueError with its text, since vLLM brings no more."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:

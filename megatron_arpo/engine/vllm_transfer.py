@@ -55,8 +55,8 @@ class ShardTransfer(WeightTransferEngine[ShardInit, ShardUpdate]):
             self.receive_weights(self.parse_update_info(update_info))
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-        except (ValueError, OSError, RuntimeError) as error:
-            self._error = self._error or f"{error}"
+        except Exception as error:  # whatever it is, `take_error` hands it to the adapter, which raises it
+            self._error = self._error or (str(error) if isinstance(error, ValueError) and str(error) else repr(error))
 
     def take_error(self) -> str:
         """What went wrong since it was last asked, or an empty string."""

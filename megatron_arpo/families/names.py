@@ -114,20 +114,6 @@ def shard(megatron_name: str, whole: torch.Tensor, tp: int, rank: int) -> torch.
     return whole.chunk(tp, _SPLIT_DIM[megatron_name])[rank]
 
 
-def unshard(megatron_name: str, shards: list[torch.Tensor]) -> torch.Tensor:
-    """Inverse of `shard`, over all tensor-parallel ranks in order."""
-    if len(shards) == 1 or megatron_name not in _SPLIT_DIM:
-        return shards[0]
-    if "linear_fc1" in megatron_name:
-        halves = [tensor.chunk(2) for tensor in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    return torch.cat(shards, _SPLIT_DIM[megatron_name])
-
-
-def is_sharded(megatron_name: str) -> bool:
-    return megatron_name in _SPLIT_DIM
-
-
 def split_dim(megatron_name: str) -> int | None:
     """Dimension of the Megatron tensor that tensor parallelism cuts; None where every rank holds all of it."""
     return _SPLIT_DIM.get(megatron_name)

@@ -1,4 +1,4 @@
-"""Walks a Megatron model's parameters under the names, global layers and global experts that families/ knows; loads and gathers them."""
+"""Walks a Megatron model's parameters under the names, global layers and global experts that families/ knows, and loads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from megatron_arpo.families.architecture import Architecture
-from megatron_arpo.families.names import canonical, hf_names, is_sharded, shard, to_hf, to_megatron, unshard
+from megatron_arpo.families.names import canonical, hf_names, shard, to_megatron
 
 _LAYER_PREFIX = "decoder.layers."
 
@@ -34,14 +34,6 @@ class NamedParameter:
         if self.expert is not None:
             return parallel_state.get_expert_tensor_parallel_group()
         return parallel_state.get_tensor_model_parallel_group()
-
-    @property
-    def is_first_copy(self) -> bool:
-        """True on one of the ranks that hold this parameter or a slice of it."""
-        if self.expert is not None:
-            return parallel_state.get_expert_tensor_parallel_rank() == 0 and parallel_state.get_expert_data_parallel_rank() == 0
-        copies = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and copies == 0
 
 
 def named_parameters(chunks: Sequence[GPTModel], architecture: Architecture) -> Iterator[NamedParameter]:
@@ -76,34 +68,3 @@ def load_hf_weights(chunks: Sequence[GPTModel], architecture: Architecture, read
                 f"which asks for {tuple(parameter.value.shape)}"
             )
         parameter.value.copy_(mine)
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredTensor:
-    """A whole Hugging Face tensor; `written_here` on exactly one of the ranks that have it."""
-
-    name: str
-    tensor: torch.Tensor
-    written_here: bool
-
-
-@torch.no_grad()
-def gather_hf_weights(
-    chunks: Sequence[GPTModel],
-    architecture: Architecture,
-    value_of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter,
-) -> Iterator[GatheredTensor]:
-    """Whole Hugging Face tensors of this rank's stage and experts, one Megatron parameter at a time. A collective over the
-    tensor-parallel ranks: all must run it to the end. Tied output weights are left out. `value_of` picks what is gathered in
-    place of the weights, its gradient for one."""
-    for parameter in named_parameters(chunks, architecture):
-        if parameter.name == "output_layer.weight" and architecture.tied_embeddings:
-            continue
-        mine, group = value_of(parameter.value).detach(), parameter.tensor_parallel_group
-        shards = [mine]
-        if group.size() > 1 and is_sharded(parameter.name):
-            shards = [torch.empty_like(mine) for _ in range(group.size())]
-            torch.distributed.all_gather(shards, mine.contiguous(), group=group)
-        whole = unshard(parameter.name, shards)
-        for name, tensor in to_hf(parameter.name, parameter.hf_names, whole, architecture).items():
-            yield GatheredTensor(name, tensor, parameter.is_first_copy)

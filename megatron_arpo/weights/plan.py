@@ -73,7 +73,7 @@ class _Tensor:
 
 
 def _holders(held: Sequence[Sequence[HeldPiece]]) -> dict[str, _Tensor]:
-    """By name, in the order of the model's layers."""
+    """By name, in the order in which the ranks have them."""
     found: dict[str, _Tensor] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:

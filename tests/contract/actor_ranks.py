@@ -32,10 +32,11 @@ from megatron_arpo.engine.buckets import Bucket, Fragment, tensor_at  # noqa: E4
 from megatron_arpo.families.architecture import read_architecture  # noqa: E402
 from megatron_arpo.types import PackedRow, Region  # noqa: E402
 from megatron_arpo.weights.fp8 import SCALE_SUFFIX, dequantize  # noqa: E402
-from megatron_arpo.weights.megatron import gather_hf_weights, load_hf_weights  # noqa: E402
+from megatron_arpo.weights.megatron import load_hf_weights  # noqa: E402
 from megatron_arpo.weights.plan import make_plan  # noqa: E402
 from megatron_arpo.weights.safetensors_folder import tensor_reader  # noqa: E402
 from megatron_arpo.weights.sender import WeightSender  # noqa: E402
+from tests.gathered import gather_hf_weights  # noqa: E402
 from tests.unit.trees import flat_rows, joined, random_tree, tree_rows  # noqa: E402
 
 COST = RowCost(per_token=1.0, per_key=0.01)

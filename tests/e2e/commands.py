@@ -9,8 +9,12 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "megatron_arpo.cli"]
@@ -96,3 +100,18 @@ def run(*arguments: str, timeout_s: float = 300.0, **environment: str) -> tuple[
         return command.finish(timeout_s), command.output
     finally:
         command.sweep()
+
+
+@contextmanager
+def small_disk(folder: Path, num_mib: int) -> Iterator[Path]:
+    """A file system of `num_mib` MiB at the new `folder`; the test is skipped where none can be mounted."""
+    if os.geteuid():
+        pytest.skip("needs root to mount a small file system")
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={num_mib}m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

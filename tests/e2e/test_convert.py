@@ -19,7 +19,7 @@ from megatron_arpo.bench.random_model import qwen3_config, write_random_model
 from megatron_arpo.cli import main
 from megatron_arpo.convert.open_source import open_source
 from megatron_arpo.convert.verify import compare
-from tests.e2e.commands import ROOT, Command, run
+from tests.e2e.commands import ROOT, Command, run, small_disk
 
 pytestmark = pytest.mark.slow
 
@@ -167,14 +167,7 @@ def test_interrupted_half_way(large: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["to-megatron", "to-hf"])
 def test_a_full_disk(large: Path, kind: str, tmp_path: Path) -> None:
     """Both where the room can be seen to be too small, and where it runs out on the way."""
-    if os.geteuid():
-        pytest.skip("needs root to mount a small file system")
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400m", "tmpfs", str(small)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "small", 400) as small:
         (small / "other").write_bytes(bytes(200 << 20))
         code, output = run("convert", kind, str(large), str(small / "target"))
         assert code == 2 and "200 MiB free and " in output and "Traceback" not in output, output
@@ -193,5 +186,3 @@ def test_a_full_disk(large: Path, kind: str, tmp_path: Path) -> None:
             command.sweep()
         assert code == 2 and "the disk is full" in command.output and "Traceback" not in command.output, command.output
         assert [one.name for one in small.iterdir()] == ["other"]
-    finally:
-        subprocess.run(["umount", str(small)], check=True)

@@ -12,7 +12,7 @@ import yaml
 
 from megatron_arpo.observe.metrics import read_metrics
 from megatron_arpo.rollout.record import write_step
-from tests.e2e.commands import Command, run
+from tests.e2e.commands import Command, run, small_disk
 from tests.unit.trees import random_tree
 
 pytestmark = pytest.mark.slow
@@ -145,17 +145,7 @@ def test_convert_gives_the_weights_of_the_checkpoint(undisturbed: Path, tmp_path
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(task: Path, recorded: Path, tmp_path: Path) -> None:
-    import os
-    import subprocess
-
-    if os.geteuid():
-        pytest.skip("needs root to mount a small file system")
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(small)], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
-    try:
+    with small_disk(tmp_path / "small", 24) as small:
         code, output = run("train", str(config_file(task, recorded, small, tp=2)))
         assert code == 2, output
         assert "the disk is full" in output and "older checkpoints are whole" in output and "Traceback" not in output
@@ -164,5 +154,3 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(task: Path, recorded: 
         assert json.loads((small / "run/checkpoints/step_000002/state.json").read_text())["state"]["step"] == 2
         code, output = run("convert", "to-hf", str(small / "run"), str(tmp_path / "hf"))
         assert code == 0, output
-    finally:
-        subprocess.run(["umount", str(small)], check=True)

@@ -15,7 +15,7 @@ from megatron_arpo.bench.actor import build_updater
 from megatron_arpo.config.actor import ActorSettings
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.types import PackedRow
-from megatron_arpo.weights.megatron import gather_hf_weights
+from tests.gathered import gather_hf_weights
 
 Weights = dict[str, torch.Tensor]
 

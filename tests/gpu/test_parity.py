@@ -13,7 +13,7 @@ from megatron_arpo.actor.update import Updater
 from megatron_arpo.config.algorithm import LossSettings
 from megatron_arpo.families.architecture import Architecture
 from megatron_arpo.types import PackedRow
-from megatron_arpo.weights.megatron import gather_hf_weights
+from tests.gathered import gather_hf_weights
 from tests.gpu.models import Weights, logprobs_of, random_weights, with_weights
 from tests.gpu.rows import Recorder
 from tests.gpu.sizes import medium, rows_of, sequences
